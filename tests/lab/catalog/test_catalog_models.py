@@ -166,6 +166,42 @@ DEEPSEEK_V2_LITE = {
 }
 
 
+GEMMA_2B = {"model_type": "gemma", "hidden_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 8}
+GEMMA_2B |= {"num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 16384, "vocab_size": 256_000}
+STARCODER_3B = {"model_type": "starcoder2", "hidden_size": 3072, "num_hidden_layers": 30, "num_attention_heads": 24}
+STARCODER_3B |= {"num_key_value_heads": 2, "intermediate_size": 12288, "vocab_size": 49152}
+QWEN_MOE = {"model_type": "qwen2_moe", "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16}
+QWEN_MOE |= {"num_key_value_heads": 16, "intermediate_size": 5632, "moe_intermediate_size": 1408, "num_experts": 60}
+QWEN_MOE |= {"num_experts_per_tok": 4, "shared_expert_intermediate_size": 5632, "vocab_size": 151_936}
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameters", "active"),  # as published; those active in a token without the embedding
+    [
+        (GEMMA_2B, 2.506e9, 2.506e9),  # its config.json does not say that the head is the embedding
+        (STARCODER_3B, 3.03e9, 3.03e9),  # nor does this; the MLP has no gate
+        (QWEN_MOE, 14.3e9, 2.7e9 - 2048 * 151_936),  # Qwen 1.5 MoE A2.7B: its shared expert is as wide as four
+        ({"text_config": GEMMA_2B, "tie_word_embeddings": False}, 3.03e9, 2.506e9),
+    ],
+)
+def test_what_a_config_file_leaves_to_the_kind_of_model(
+    fields: dict[str, object], parameters: float, active: float
+) -> None:
+    dims = dims_from_config(fields)
+    assert dims.num_parameters == pytest.approx(parameters, rel=0.005)
+    assert dims.active_weights + dims.head_weights == pytest.approx(active, rel=0.01)
+
+
+def test_a_model_without_gate_has_no_adapter_on_it() -> None:
+    dims = dims_from_config(STARCODER_3B)
+    assert dims.adapter_elements(("up_proj", "down_proj")) == 30 * 2 * (3072 + 12288)
+    assert not any("gate" in module.name for module in base_shape(dims).modules)
+    targets = adapter_targets(dims, ("up_proj", "down_proj"))
+    assert targets.row_bytes == 30 * 2 * (3072 + 2 * 12288 + 12288 + 2 * 3072)
+    with pytest.raises(ConfigError, match="Got target = 'gate_proj', expected one of"):
+        dims.adapter_elements(("gate_proj",))
+
+
 def test_latent_attention_has_values_of_another_size() -> None:
     lite = dims_from_config(DEEPSEEK_V2_LITE)
     assert lite.num_parameters == 15_706_484_224

@@ -31,7 +31,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDims:
-    """The dimensions of a decoder with a gated MLP, dense or a mixture of experts."""
+    """The dimensions of a decoder, dense or a mixture of experts."""
 
     name: str
     hidden_size: int  # width of the residual stream
@@ -49,6 +49,7 @@ class ModelDims:
     num_shared_experts: int = 0  # experts that every token uses, beside those that it is routed to
     num_dense_layers: int = 0  # layers of a mixture that have an MLP of ``dense_size`` in place of experts
     dense_size: int = 0
+    has_gate: bool = True  # whether a dense MLP has a gate beside the half that it is multiplied with
     # Layers with attention; ``None``: all. The others keep a state; their linears count as those of attention.
     num_kv_layers: int | None = None
     state_bytes: int = 0  # bytes of the states of a sequence in these layers
@@ -109,7 +110,7 @@ class ModelDims:
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """Modules of a layer that are computed as one product."""
-        mlp = (("gate_proj", "up_proj"), ("gate_up_proj",), ("down_proj",))
+        mlp = (("gate_proj", "up_proj") if self.has_gate else ("up_proj",), ("gate_up_proj",), ("down_proj",))
         if self.latent is not None:
             return (*((name,) for name in self.attention_modules), *mlp)
         return (("q_proj", "k_proj", "v_proj"), ("o_proj",), *mlp)
@@ -126,7 +127,7 @@ class ModelDims:
     @property
     def expert_weights(self) -> int:
         """Weights of one layer's MLP; of one expert in a mixture."""
-        return 3 * self.hidden_size * self.intermediate_size
+        return (3 if self.has_gate else 2) * self.hidden_size * self.intermediate_size
 
     @property
     def shared_weights(self) -> int:
@@ -259,7 +260,8 @@ class ModelDims:
         if self.num_experts:  # gate and up are one weight
             shapes |= {"gate_up_proj": (hidden, 2 * inner), "down_proj": (inner, hidden)}
         else:
-            shapes |= {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
+            gate = {"gate_proj": (hidden, inner)} if self.has_gate else {}
+            shapes |= {**gate, "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
         if target not in shapes:
             raise ConfigError(f"Got {target = }, expected one of {', '.join(shapes)} for {self.name}")
         return shapes[target]

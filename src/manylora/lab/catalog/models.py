@@ -13,6 +13,13 @@ from manylora.lab.catalog.dims import LatentAttention, ModelDims
 __all__ = ["MODELS", "base_shape", "dims_from_config", "find_dims"]
 
 
+TIED = ("cohere", "ernie4_5", "gemma", "lfm2", "smollm3", "starcoder2")
+"""Beginnings of types of models whose head is the embedding where ``config.json`` does not say."""
+
+UNGATED = ("apertus", "arcee", "gpt_neox", "nemotron", "persimmon", "phi", "starcoder2")
+"""Types of models whose MLP is two matrices, without a gate."""
+
+
 def dims_from_config(config: Mapping[str, object], *, name: str = "") -> ModelDims:
     """Read dimensions from the content of a Hugging Face ``config.json``.
 
@@ -22,8 +29,7 @@ def dims_from_config(config: Mapping[str, object], *, name: str = "") -> ModelDi
 
     ``ConfigError`` if a number is missing or has another type.
     """
-    text = config.get("text_config")
-    fields = text if isinstance(text, Mapping) else config
+    fields = text if isinstance(text := config.get("text_config"), Mapping) else config
 
     def number(*keys: str, default: int | None = None) -> int:
         for key in keys:
@@ -34,13 +40,14 @@ def dims_from_config(config: Mapping[str, object], *, name: str = "") -> ModelDi
             raise ConfigError(f"config.json has no number {' or '.join(keys)}")
         return default
 
-    heads, hidden = number("num_attention_heads"), number("hidden_size")
-    num_layers = number("num_hidden_layers")
+    heads, hidden, num_layers = number("num_attention_heads"), number("hidden_size"), number("num_hidden_layers")
     attending, state_bytes = _states(fields, number, num_layers)
     experts = number("num_local_experts", "num_experts", "n_routed_experts", default=0)
     latent = _latent(number) if number("kv_lora_rank", default=0) else None
     dense = number("first_k_dense_replace", default=0) if experts else 0
     inner = number("moe_intermediate_size", "intermediate_size") if experts else number("intermediate_size")
+    says_tied = [one["tie_word_embeddings"] for one in (fields, config) if "tie_word_embeddings" in one]
+    wide = number("shared_expert_intermediate_size", default=0)  # of one expert, as wide as several
     kind = str(fields.get("model_type") or "")
     dtype = str(fields.get("torch_dtype") or fields.get("dtype") or "bfloat16").removeprefix("torch.")
     return ModelDims(
@@ -59,12 +66,13 @@ def dims_from_config(config: Mapping[str, object], *, name: str = "") -> ModelDi
         max_model_len=number("max_position_embeddings", default=4096),
         num_experts=experts,
         experts_per_token=number("num_experts_per_tok") if experts else 0,
-        num_shared_experts=number("n_shared_experts", default=0) if experts else 0,
+        num_shared_experts=number("n_shared_experts", default=round(wide / max(1, inner))) if experts else 0,
         num_dense_layers=dense,
         dense_size=number("intermediate_size") if dense else 0,
         num_kv_layers=attending if state_bytes else None,
         state_bytes=state_bytes,
-        tie_embeddings=fields.get("tie_word_embeddings") is True,
+        has_gate=kind not in UNGATED,
+        tie_embeddings=says_tied[0] is True if says_tied else kind.startswith(TIED),
         has_attention_bias=fields.get("attention_bias") is True or kind in ("qwen2", "qwen2_moe"),
         dtype=dtype,
         # Experts are widened as they are read (``checkpoint.merged``), and nearly all weights of a mixture are theirs.
@@ -195,9 +203,9 @@ def base_shape(model: str | ModelDims, *, block_size: int = 16) -> BaseShape:
         for name, sizes in dims.attention_modules.items()
     ]
     if not dims.num_experts:
+        linears += [("mlp.gate_proj", hidden, inner, "mlp.gate_up", 0)] if dims.has_gate else []
         linears += [
-            ("mlp.gate_proj", hidden, inner, "mlp.gate_up", 0),
-            ("mlp.up_proj", hidden, inner, "mlp.gate_up", inner),
+            ("mlp.up_proj", hidden, inner, "mlp.gate_up", inner if dims.has_gate else 0),
             ("mlp.down_proj", inner, hidden, "mlp.down_proj", 0),
         ]
     modules = [_at_the_end("model.embed_tokens", ModuleKind.EMBEDDING, dims.vocab_size, hidden)]
