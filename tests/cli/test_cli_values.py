@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shlex
+import subprocess
+import sys
 from datetime import datetime
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import pytest
 import typer
 from options_page import SAME_NAMES, vllm_section
 
+from manylora.cli import main
 from manylora.cli.app import make_app
 from manylora.cli.commands.bench import save
 from manylora.cli.commands.functions import _nanoseconds
@@ -48,6 +52,20 @@ def test_results_name_their_command_without_its_key(key: list[str], monkeypatch:
     line = command_line()
     assert "sk-1" not in line
     assert shlex.split(line)[:3] == ["manylora", "bench", "serve"] and shlex.split(line)[-1] == '{"a": 1}'
+
+
+def test_a_command_runs_where_its_streams_are_closed() -> None:
+    command = f"exec {shlex.quote(sys.executable)} -m manylora version <&- >&-"
+    result = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_character_that_the_output_lacks_is_a_question_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
+    monkeypatch.setattr("manylora.cli.app.main", lambda: print("a long cell\u2026", flush=True))
+    main()
+    assert written.getvalue() == b"a long cell?\n"
 
 
 def test_results_have_the_name_that_was_given(tmp_path: Path) -> None:

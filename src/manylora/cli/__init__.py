@@ -6,6 +6,8 @@ No other package reads the environment. Commands import torch and the web framew
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 
 __all__ = ["main"]
@@ -13,8 +15,20 @@ __all__ = ["main"]
 
 def main() -> None:
     """Run the command line: the entry point of `manylora`."""
+    _prepare_streams()
     try:
         from manylora.cli.app import main as run
     except KeyboardInterrupt:  # Ctrl-C during imports: no traceback
         sys.exit(130)
     run()
+
+
+def _prepare_streams() -> None:
+    """Let a stream that is closed be empty, and a character that standard output lacks be a question mark."""
+    for name, mode in (("stdin", "rb"), ("stdout", "wb"), ("stderr", "wb")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)  # that of the stream, the lowest that is free
+            os.set_inheritable(number, True)
+            setattr(sys, name, io.TextIOWrapper(io.FileIO(number, mode)))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
