@@ -480,6 +480,18 @@ def test_requests_for_the_base_are_no_cold_starts(catalog: Path) -> None:
     assert 0.0 < rates[0.5] <= rates[0.0] * 1.01  # of each adapter the first alone
 
 
+@pytest.mark.parametrize("why", ["warm-up", "refused"])
+def test_a_run_whose_requests_have_no_latency_has_no_figure_of_one(catalog: Path, why: str) -> None:
+    """Not one of 0 s, which would keep any limit."""
+    case = next(iter(cases_of(read_experiment(str(catalog / "speed.toml")), seeds=1, traces=None).values()))
+    refusing = {**case.setup, "max_model_len": 32}  # of prompts of 64 tokens
+    case = replace(case, warm_up_s=99.0) if why == "warm-up" else replace(case, setup=refusing)
+    figures = run_case(case).figures
+    assert figures["errors"] == figures["requests"] and (figures["requests"] > 0) is (why == "refused")
+    assert not any(name.startswith(("ttft", "tbt", "tpot", "e2e", "prefill", "slowdown")) for name in figures)
+    assert figures["alone_e2e_mean"] > 0.0
+
+
 def test_several_sweeps_make_a_point_of_every_combination(tmp_path):
     (tmp_path / "suite.toml").write_text(SUITE)
     sweeps = """

@@ -52,7 +52,7 @@ def run_case(case: Case) -> Result:
 
 
 def _felt(run: Run, case: Case) -> dict[str, float]:
-    """Latencies and shares of all requests."""
+    """Latencies and shares of all requests; none of what no counted request has."""
     summary = run.summary(slo=Slo(ttft_s=case.slo_s, tpot_s=case.slo_tpot_s), warm_up_s=case.warm_up_s)
     num_cold = sum(one.was_resident is False for one in counted_of(run.records, case.warm_up_s))
     figures = {
@@ -68,9 +68,8 @@ def _felt(run: Run, case: Case) -> dict[str, float]:
     if summary.hit_rate is not None:
         figures["hit_rate"] = summary.hit_rate
     for name in ("ttft", "tbt", "tpot", "e2e", "queueing"):
-        found = getattr(summary, name)
-        for part in ("mean", "p50", "p90", "p99"):
-            figures[f"{name}_{part}"] = getattr(found, part) if found is not None else 0.0
+        if (found := getattr(summary, name)) is not None:
+            figures |= {f"{name}_{part}": getattr(found, part) for part in ("mean", "p50", "p90", "p99")}
     return figures
 
 
@@ -81,7 +80,7 @@ def _prefill(records: Seq[RequestRecord]) -> dict[str, float]:
         for one in records
         if one.ttft_s is not None and one.queueing_s is not None
     ]
-    return {"prefill_mean": _mean(times), "prefill_p99": float(np.quantile(times, 0.99)) if times else 0.0}
+    return {"prefill_mean": _mean(times), "prefill_p99": float(np.quantile(times, 0.99))} if times else {}
 
 
 def _moved(run: Run, case: Case, versions: dict[str, AdapterVersion]) -> dict[str, float]:
@@ -147,12 +146,10 @@ def _by_class(records: Seq[RequestRecord], versions: dict[str, AdapterVersion], 
         waits = [one.queueing_s or 0.0 for one in members]
         shares = [wait / one.e2e_s for wait, one in zip(waits, members, strict=True) if one.e2e_s > 0]
         ttft = [one.ttft_s for one in members if one.ttft_s is not None]
-        figures |= {
-            f"queueing_{name}": _mean(waits),
-            f"queueing_share_{name}": _mean(shares),
-            f"ttft_p99_{name}": float(np.quantile(ttft, 0.99)) if ttft else 0.0,
-            f"share_{name}": len(members) / len(records),
-        }
+        figures[f"share_{name}"] = len(members) / len(records)
+        if members:
+            figures[f"queueing_{name}"], figures[f"queueing_share_{name}"] = _mean(waits), _mean(shares)
+            figures[f"ttft_p99_{name}"] = float(np.quantile(ttft, 0.99))
     return figures
 
 
@@ -160,14 +157,18 @@ def _against_idle(records: Seq[RequestRecord], idle: Seq[IdleEngineTimes]) -> di
     slowdowns = np.array(_slowdowns(records, idle))
     ttft = [one.ttft_s for one in records if one.ttft_s is not None]
     slo_s = 5.0 * _mean(one.e2e_s for one in idle)
-    return {
-        "slowdown_p50": float(np.quantile(slowdowns, 0.5)) if len(slowdowns) else 0.0,
-        "slowdown_p99": float(np.quantile(slowdowns, 0.99)) if len(slowdowns) else 0.0,
+    figures = {
         "alone_e2e_mean": _mean(one.e2e_s for one in idle),
         "alone_ttft_mean": _mean(one.ttft_s for one in idle),
         "slo_by_alone": slo_s,
-        "ttft_p99_in_slo": float(np.quantile(ttft, 0.99)) / slo_s if ttft else 0.0,
     }
+    if records:
+        figures |= {
+            "slowdown_p50": float(np.quantile(slowdowns, 0.5)),
+            "slowdown_p99": float(np.quantile(slowdowns, 0.99)),
+            "ttft_p99_in_slo": float(np.quantile(ttft, 0.99)) / slo_s,
+        }
+    return figures
 
 
 def _slowdowns(records: Seq[RequestRecord], idle: Seq[IdleEngineTimes]) -> list[float]:
