@@ -69,7 +69,7 @@ def test_times_are_in_order_inside_the_extent_and_repeatable(process: ArrivalPro
         assert np.array_equal(times, process.arrive(extent, np.random.default_rng(3)).times)
 
 
-@pytest.mark.parametrize("process", PROCESSES[:5], ids=str)
+@pytest.mark.parametrize("process", [*PROCESSES[:6], GammaCallers(rate=0.5, cov=4.0, num_callers=10)], ids=str)
 def test_so_many_requests_take_as_long_as_the_rate_says(process: ArrivalProcess) -> None:
     ends = [
         float(process.arrive(Extent(num_requests=20), np.random.default_rng(seed)).times[-1]) for seed in range(4000)

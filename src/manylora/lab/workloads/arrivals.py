@@ -217,7 +217,8 @@ class OnOffArrivals(CheckedOptions):
         share_on = self.on_s / (self.on_s + self.off_s)
         # Time that passes while on is a Poisson process; silences are inserted where bursts end.
         inside = PoissonArrivals(rate=self.rate / share_on).arrive(extent, rng)
-        starts_off = rng.random() >= share_on
+        # Of a number of requests the first gap is whole: it begins at a request, and so in a burst.
+        starts_off = rng.random() >= share_on and extent.duration_s is not None
         busy_s = float(inside.times[-1]) if len(inside.times) else 0.0
         bursts: list[FloatArray] = []
         while sum(float(part.sum()) for part in bursts) <= busy_s:

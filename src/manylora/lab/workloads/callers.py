@@ -50,9 +50,15 @@ class GammaCallers(CheckedOptions):
     num_callers: int = option(at_least=1, help="Number of callers.")
 
     def arrive(self, extent: Extent, rng: np.random.Generator) -> Arrived:
-        """Return the arrivals within an extent."""
+        """Return the arrivals within an extent; one without duration begins at a request of some caller."""
         each = GammaArrivals(rate=self.rate, cov=self.cov)
-        times = [each.arrive(extent, stream).times for stream in rng.spawn(self.num_callers)]
+        streams = rng.spawn(self.num_callers)
+        times = [each.arrive(extent, stream).times for stream in streams]
+        if extent.duration_s is None:  # where one caller's gap is whole, those of the others are under way
+            renewed = int(rng.integers(self.num_callers))
+            for number, stream in enumerate(streams):
+                if number != renewed:
+                    times[number] += each.draw_first(stream) - times[number][0]
         callers = np.repeat(np.arange(self.num_callers), [len(one) for one in times])
         return _in_order(np.concatenate(times), callers, self.num_callers, extent)
 
