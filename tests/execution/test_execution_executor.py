@@ -257,6 +257,7 @@ def test_a_paced_link_keeps_to_its_bandwidth_until_it_is_closed(parts: EnginePar
     assert work.poll(0.0) is not None
 
 
+@READER_PROCESS
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DEVICE])
 def test_a_read_that_a_close_ends_is_no_fault_of_the_files(
     parts: EngineParts, folders: dict[str, Path], caplog: pytest.LogCaptureFixture, tier: Tier

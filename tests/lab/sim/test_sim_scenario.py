@@ -242,7 +242,7 @@ def test_routers_are_compared_on_one_workload():
     experiment = read_experiment("manylora/figure-20")
     workload = merge(experiment.workload, {"num_requests": 60})
     setups = {name: merge(experiment.setups[name], {"num_replicas": 2}) for name in ("affinity", "random")}
-    experiment = replace(experiment, workload=workload, setups=setups)
+    experiment = replace(experiment, workload=workload, setups=setups, warm_up_s=0.0)
     cases = cases_of(experiment, seeds=1, traces=None)
     results = Runner(None).run(cases.values())
     figures = {
