@@ -353,6 +353,10 @@ def test_a_promise_that_cannot_be_kept_is_a_plan_for_nothing() -> None:
         (lambda: TrafficDemand(tolerance=1.0), r"tolerance = 1\.0"),
         (lambda: TrafficDemand(tolerance=1e-18), "tolerance = 1e-18"),
         (lambda: SearchBudget(num_requests=3), "num_requests = 3"),
+        (
+            lambda: LoadTests(scenario(), Objective(slo=Slo(ttft_s=1e9)), SearchBudget()).at(2.0),
+            r"limit of 1e\+09 s at 2 requests/s takes 60,000,000,000 requests, more than 5,000,000",
+        ),
         (lambda: find_capacity(lambda rate: None, start=0.0), "start = 0.0"),  # type: ignore[arg-type,return-value]
     ],
 )

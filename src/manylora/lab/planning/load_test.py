@@ -27,6 +27,7 @@ from manylora.lab.workloads.callers import AzureFunctions2019, AzureFunctions202
 
 __all__ = ["LoadTest", "LoadTestRun", "LoadTests", "Objective", "SearchBudget", "at_rate"]
 
+MOST_REQUESTS = 5_000_000  # of a load test; they are in memory together
 WARM_UP = 0.1  # share of a run's first requests that are not counted, because caches begin empty
 
 _WATCHED = ("ttft", "e2e")  # metrics of which a run shows early that too many requests miss the limit
@@ -186,11 +187,15 @@ class LoadTests:
         return replace(self.scenario, setup=setup, seed=self.scenario.seed + seed).make_config()
 
     def workload(self, rate: float, num_replicas: int = 1, seed: int = 0) -> Workload:
-        """Make the workload at a rate, long enough for a load test."""
+        """Make the workload at a rate, long enough for a load test; ``ConfigError`` if that takes too many requests."""
+        longest_s = self.objective.longest_s
         num = max(
             self.search_budget.num_requests * num_replicas,
-            math.ceil(self.search_budget.spans * self.objective.longest_s * rate),
+            math.ceil(self.search_budget.spans * longest_s * rate),
         )
+        if num > MOST_REQUESTS:
+            reason = f"takes {num:,} requests, more than {MOST_REQUESTS:,}"
+            raise ConfigError(f"A load test for a limit of {longest_s:g} s at {rate:g} requests/s {reason}")
         spec = replace(at_rate(self.scenario.workload, rate), num_requests=num, duration_s=None)
         if isinstance(spec.arrivals, StepArrivals):  # whole cycles: the mean over a part is another rate
             cycle_s = len(spec.arrivals.rates) * spec.arrivals.step_s
