@@ -315,13 +315,14 @@ class TorchExecutor:
         try:
             adapter = self._reader.read_again(load.version, begun, is_urgent=load.is_urgent)
         except Exception as error:
+            reason = reason_of(error)  # clients read it: not the folder, which the log names
             if not self._is_closing:
                 logger.warning("load_failed adapter=%s tier=%s error=%s", key, load.tier.value, error)
             for follower in self._take_followers(key):
                 if self._is_closing:
-                    follower.abandon(reason_of(error))
-                follower.fail(reason_of(error))
-            return LoadResult(error=reason_of(error))  # clients read it: not the folder, which the log names
+                    follower.abandon(reason)
+                follower.fail(reason)
+            return LoadResult(error=reason)
         return LoadResult(device_s=time.perf_counter() - began_at, layer_digests=adapter.first_digests)
 
     def _take_followers(self, key: AdapterKey) -> list[DeviceLoad]:

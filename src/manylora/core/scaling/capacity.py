@@ -73,11 +73,11 @@ class ReplicaCapacity:
         is_kept = num_kept >= self._goal * num_judged
         if is_kept and rate > safe:
             self._correct(rate / safe)
-        elif not is_kept and rate < safe:
-            self._correct(BACK_OFF * rate / safe)
+        elif not is_kept:
+            self.contradict(rate)
 
     def contradict(self, rate: float) -> None:
-        """Learn that replicas took no more than ``rate`` each for a while, although a queue waited for them."""
+        """Learn that ``rate`` requests per second were the most that a replica took, or too many for it."""
         safe = self.safe_rate
         if safe is not None and rate < safe:
             self._correct(BACK_OFF * rate / safe)

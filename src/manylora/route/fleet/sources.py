@@ -224,8 +224,10 @@ class Sources:
             self._added.pop(url, None)
             if since is not None and now - since > FORGET_S:
                 del self._removed[url]
-            elif (url in found) == (since is not None):
-                self._removed[url] = None if url in found else now
+            elif url in found:
+                self._removed[url] = None
+            elif since is None:
+                self._removed[url] = now
         self.on_change({url: address for url, address in found.items() if url not in self._removed})
 
 

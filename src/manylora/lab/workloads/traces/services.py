@@ -126,16 +126,9 @@ def read_adapter_order(file: Path) -> IntArray:
         text = row.text("lora_args")
         if text == "[]":
             continue
-        try:
+        try:  # a text that is nested deeply is a MemoryError or a RecursionError
             names = [str(one["modelVersionId"]) for one in ast.literal_eval(text)]
-        except (
-            ValueError,
-            SyntaxError,
-            TypeError,
-            KeyError,
-            MemoryError,
-            RecursionError,
-        ):  # the last two: nested deeply
+        except (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError):
             raise row.wrong("lora_args", "a list of dicts with 'modelVersionId'") from None
         uses += [numbers.setdefault(name, len(numbers)) for name in names]
     if not uses:
