@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter as CountOf
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from enum import Enum
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from manylora.core.routing.view import Sent
 from manylora.route.backend import Backend, BackendState
-from manylora.serving.metrics.merged import Scraped, merge_family
 
-__all__ = ["AttemptEnd", "ProxyMetrics", "merged"]
+__all__ = ["AttemptEnd", "ProxyMetrics", "is_of_book"]
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 RESIDENT = {True: "yes", False: "no", None: "unknown"}
@@ -133,17 +131,9 @@ class ProxyMetrics(Collector):
         return Histogram(f"manylora_route_{name}", text, labels, registry=self._registry, buckets=SECONDS)
 
 
-def merged(texts: Mapping[int, bytes], own: int) -> bytes:
-    """Return the metrics of several workers as one text: counters and histograms get the label ``worker``.
+def is_of_book(family: Metric) -> bool:
+    """Whether metrics are of the book of requests, which is the same in all workers: gauges are.
 
-    A worker that starts again begins its own counters anew, which a sum over workers would hide from Prometheus. Gauges
-    are of the book, which is the same in all: they are those of the worker ``own``.
+    Counters are of a worker, and so is their label: one that starts again begins them anew, which a sum would hide.
     """
-    families: dict[str, Metric] = {}
-    for worker, text in texts.items():
-        for family in text_string_to_metric_families(text.decode()):
-            is_of_book = family.type == "gauge" and not family.name.endswith("_created")
-            if is_of_book and worker != own:
-                continue
-            merge_family(families, family, {} if is_of_book else {"worker": str(worker)})
-    return generate_latest(Scraped(families.values()))
+    return family.type == "gauge" and not family.name.endswith("_created")

@@ -25,7 +25,7 @@ import msgspec
 from manylora.route.choice import Choice, Ticket
 from manylora.route.fleet.members import Backends
 from manylora.route.fleet.sources import Sources
-from manylora.route.metrics import ProxyMetrics, merged
+from manylora.route.metrics import ProxyMetrics, is_of_book
 from manylora.route.outbox import (
     Asked,
     Begun,
@@ -41,6 +41,7 @@ from manylora.route.outbox import (
 from manylora.route.relay.tenants import RoutedTenants
 from manylora.route.workers import RouteWorker
 from manylora.serving.http.room import Places
+from manylora.serving.metrics.merged import merged_text
 
 __all__ = ["Peers"]
 
@@ -112,12 +113,12 @@ class Peers:
             self._outbox.send(number, Asked(question))
         if asked:
             await asyncio.wait([self._asked[question] for question, _ in asked.values()], timeout=METRICS_S)
-        texts = {self._worker.number: self._metrics.render(self._backends)}
+        texts = {str(self._worker.number): self._metrics.render(self._backends)}
         for question, number in asked.values():
             answer = self._asked.pop(question)
             if answer.done():
-                texts[number] = answer.result()
-        return merged(texts, own=self._worker.number)
+                texts[str(number)] = answer.result()
+        return merged_text(texts, "worker", is_of_book)
 
     async def _keep_telling(self, number: int) -> None:
         while True:

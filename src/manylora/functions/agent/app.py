@@ -16,13 +16,13 @@ from urllib.parse import parse_qs
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.core import Metric
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from manylora.core.config import EngineConfig, ModelConfig, ServerConfig
 from manylora.demo import demo_model_path
-from manylora.functions.agent.scraped import merged_backbones
 from manylora.functions.deployment import BackboneSpec
 from manylora.functions.node.backbone_fleet import BackboneFleet
 from manylora.functions.node.node import FunctionNode
@@ -33,6 +33,7 @@ from manylora.serving.http.errors import HttpError, error_response, json_respons
 from manylora.serving.http.listening import HttpServer
 from manylora.serving.http.room import BodyRoom, CallerRoom, default_body_bytes, room_of_engine
 from manylora.serving.http.tenants import TenantBook
+from manylora.serving.metrics.merged import merged_text
 from manylora.serving.metrics.prometheus import Metrics
 from manylora.serving.metrics.usage import UsageLedger
 from manylora.serving.server.http_server import connection_bounds, make_app
@@ -234,7 +235,7 @@ class Dispatch:
         """Answer with the metrics of all applications, as Prometheus' text, or with the first refusal."""
         any_format = [one for one in scope["headers"] if one[0] != b"accept"]
         if (bodies := await self._ask_all({**scope, "headers": any_format}, receive, send)) is not None:
-            text = await asyncio.to_thread(merged_backbones, bodies)
+            text = await asyncio.to_thread(merged_text, bodies, "backbone", _is_of_process)
             await Response(text, media_type=CONTENT_TYPE_LATEST)(scope, receive, send)
 
     async def _ask_all(self, scope: Scope, receive: Receive, send: Send) -> dict[str, bytes] | None:
@@ -246,6 +247,10 @@ class Dispatch:
                 await app(scope, receive, send)
                 return None
         return bodies
+
+
+def _is_of_process(family: Metric) -> bool:
+    return family.name.startswith("process_")
 
 
 async def _ask(app: ASGIApp, request: Request) -> tuple[int, bytes]:
