@@ -113,6 +113,8 @@ def test_a_live_engine_is_swept(tmp_path: Path) -> None:
     loads = [record for record in records if isinstance(record, LoadRecord)]
     assert all(load.error is None and load.tier in (Tier.HOST, Tier.DEVICE) for load in loads)
     assert progress[-1] >= 0.3
+    with pytest.raises(ConfigError, match="Got a rank of 100000, expected at most 90, which"):  # before it is written
+        sweep_live(build_parts, config, num_adapters=4, ranks=(8, 100_000), seconds=0.3, write=lines.append)
 
 
 def disturbed(lines: list[LogLine], every: int, factor: float) -> list[LogLine]:

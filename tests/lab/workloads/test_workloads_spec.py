@@ -146,6 +146,7 @@ def test_traces_are_found_beside_the_file_or_in_a_given_folder(
         ("ranks = [8, 16]", 'ranks = [8, "x"]', r"adapters\.ranks\[1\] = 'x', expected a whole number"),
         ('["q_proj"]', '["q_proj", "q_proj"]', "expected at least one module, and each once"),
         ("ranks = [8, 16]", "ranks = [8, 0]", r"workload\.adapters: Got ranks = \(8, 0\)"),
+        ("ranks = [8, 16]", "ranks = [100_000_000]", "Got ranks = .*each from 1 to 65536"),
         ("bounds = {", "pairing = 'row'\nbounds = {", r"lengths\.pairing = 'row', expected one of rows, independent"),
         ("alpha = 0.5", "alpha = 2.0", r"popularity\.adapters: Got alpha = 2\.0"),
         ("[workload.drift]", "[workload.trend]", r"workload\.trend, which nothing reads"),

@@ -20,12 +20,13 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from manylora.core.adapters.shape import BaseShape
+from manylora.core.adapters.shape import BaseShape, TargetModule
 from manylora.core.clock import Clock, WallClock
 from manylora.core.config import AdapterConfig, EngineConfig
 from manylora.core.costs.step_log import LoadRecord, LoggedExecutor, LogHeader, LogLine, StepRecord
 from manylora.core.engine.core import EngineCore
 from manylora.core.engine.loop import EngineLoop
+from manylora.core.errors import ConfigError
 from manylora.core.ports import EngineParts
 from manylora.core.types import AdapterVersion, Request, SamplingParams
 
@@ -159,7 +160,7 @@ def sweep_live(
     No adapter idles on the device and a fourth of them finds no place in host memory, so that loads of both kinds
     happen all the time; prompts are never remembered. Ranks take turns; ``targets`` are last names of modules, by
     default of every linear. The seconds are without building and warming up; ``write`` gets the log's header first.
-    ``ConfigError`` if the model cannot be served.
+    ``ConfigError`` if the model cannot be served, or the pool has no room for the largest rank.
     """
     config = replace(
         config,
@@ -170,6 +171,11 @@ def sweep_live(
     parts = build(config, clock)
     try:
         write(LogHeader.of(parts, config.model))
+        page, max_pages = parts.base.page, config.adapters.most_pages(parts.num_pages)
+        width = sum(one.in_features + one.out_features for one in _targets(parts.base, targets))
+        most = max_pages * page.elements_of(page.adapter_dtype) // max(width, 1)
+        if max(ranks) > most:
+            raise ConfigError(f"Got a rank of {max(ranks)}, expected at most {most}, which the pool has room for")
         with tempfile.TemporaryDirectory(prefix="manylora-") as folder:
             draws, rng = np.random.default_rng(seed), random.Random(seed)
             places = [Path(folder) / f"adapter-{index}" for index in range(num_adapters)]
@@ -190,10 +196,7 @@ def write_synthetic_adapter(
 
     ``targets`` are the last names of the modules to change; every linear but the head when ``None``. Return the folder.
     """
-    names = set(base.all_linear)
-    modules = [one for one in base.modules if one.name in names]
-    if targets is not None:
-        modules = [one for one in modules if one.name.rpartition(".")[2] in targets]
+    modules = _targets(base, targets)
     tensors = {}
     for module in modules:
         path = f"base_model.model.{module.name}"
@@ -212,3 +215,9 @@ def write_synthetic_adapter(
     }
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     return folder
+
+
+def _targets(base: BaseShape, targets: Sequence[str] | None) -> list[TargetModule]:
+    names = set(base.all_linear)
+    modules = [one for one in base.modules if one.name in names]
+    return modules if targets is None else [one for one in modules if one.name.rpartition(".")[2] in targets]

@@ -31,6 +31,7 @@ from pathlib import Path
 
 import numpy as np
 
+from manylora.core.adapters.lora.settings import MAX_RANK
 from manylora.core.errors import ConfigError
 from manylora.core.options import CheckedOptions, check_options, nearest, option
 from manylora.lab.tables import TableReader, read_table
@@ -66,8 +67,8 @@ class AdapterSet:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if not self.ranks or min(self.ranks) < 1:
-            raise ConfigError(f"Got ranks = {self.ranks!r}, expected at least one, each at least 1")
+        if not self.ranks or min(self.ranks) < 1 or max(self.ranks) > MAX_RANK:
+            raise ConfigError(f"Got ranks = {self.ranks!r}, expected at least one, each from 1 to {MAX_RANK}")
         if not self.targets or len(set(self.targets)) < len(self.targets):
             raise ConfigError(f"Got targets = {self.targets!r}, expected at least one module, and each once")
 
