@@ -59,6 +59,13 @@ def test_a_long_request_is_not_starved_by_short_ones_that_keep_coming():
     assert 48 <= at <= 51
 
 
+def test_a_request_that_no_seat_was_free_for_is_passed_by_a_lesser_key():
+    policy = shortest((50, 0))
+    assert step(policy, admit, seats=0) == []
+    policy.add(sequence(1, max_tokens=5, arrived_at=0.1), 0.1)
+    assert step(policy, admit, seats=1) == [1]
+
+
 def test_the_first_in_line_stays_so_until_admitted():
     policy = shortest((50, 0))
     lacks_room = {0}

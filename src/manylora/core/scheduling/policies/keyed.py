@@ -5,11 +5,11 @@ Orders by size, by deadline or by importance differ only in the number. Everythi
     def by_prompt(context: PolicyContext) -> Policy:
         return KeyedPolicy(lambda sequence, now: sequence.num_to_run)
 
-No request starves. The first in line stays so until admitted, even if a sequence with a lesser key arrives. The oldest
-of all is passed by at most ``MAX_BYPASS`` admissions (``fifo.py``), whether it was offered or not; then it is first
-in line, and no other is admitted. So every request comes to be the oldest, and one behind ``n`` others waits for at
-most ``n + 1`` times as many admissions. A key that grows with the time of arrival needs no such bound, because late
-requests never go before.
+No request starves. A first in line that was refused stays so until admitted, even if a sequence with a lesser key
+arrives. The oldest of all is passed by at most ``MAX_BYPASS`` admissions (``fifo.py``), whether it was offered or not;
+then it is first in line, and no other is admitted. So every request comes to be the oldest, and one behind ``n`` others
+waits for at most ``n + 1`` times as many admissions. A key that grows with the time of arrival needs no such bound,
+because late requests never go before.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class KeyedPolicy(Policy):
         self._by_arrival = None if ages else Line()
         self._bypass = Bypass()
         self._first: Sequence | None = None
+        self._refused: Sequence | None = None  # a first in line that was refused
         self._offers: list[Sequence] | None = None  # made when first asked for: most steps have no seat
         self._is_blocked = False
 
@@ -71,21 +72,20 @@ class KeyedPolicy(Policy):
             self._insert(sequence, key(sequence))
 
     def begin(self, now: float) -> None:
-        """Keep the first in line while it waits; otherwise choose the sequence of least key."""
+        """Keep a first in line that was refused while it waits; otherwise choose the sequence of least key."""
         if self._by_arrival is not None and self._by_arrival.head is not None:
             # A request that goes before the oldest passes it, whether that was offered or not.
             self._bypass.refuse(self._by_arrival.head)
-        exhausted = self._bypass.exhausted
-        if exhausted is not None:
-            self._first = exhausted
-        elif self._first is None or self._first.seq_id not in self._waiting:
-            self._first = self._waiting[self._order[0][1]] if self._order else None
+        refused, least = self._refused, self._order[0][1] if self._order else None
+        if refused is not None and refused.seq_id in self._waiting:
+            least = refused.seq_id
+        self._first = self._bypass.exhausted or (self._waiting[least] if least is not None else None)
         self._offers = None
         self._is_blocked = False
 
     @property
     def first_in_line(self) -> Sequence | None:
-        """The first in line: the sequence of least key when its predecessor was admitted, or one passed too often."""
+        """The first in line: the sequence of least key when it was first refused, or one passed too often."""
         return self._first
 
     def offer(self) -> Sequence | None:
@@ -99,6 +99,8 @@ class KeyedPolicy(Policy):
         """Continue, count the sequences that were passed, or stop."""
         if outcome is Outcome.ADMITTED:
             self._take_out(sequence)
+        if sequence is self._first:
+            self._refused = None if outcome is Outcome.ADMITTED else sequence
         self._is_blocked = self._bypass.report(sequence, outcome)
 
     def upcoming(self, count: int) -> list[Sequence]:
