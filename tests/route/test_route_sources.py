@@ -450,6 +450,31 @@ def test_a_list_without_pods_may_be_null(tmp_path: Path) -> None:
     run(test)
 
 
+def test_a_pool_is_read_in_the_version_that_the_account_may_read(tmp_path: Path) -> None:
+    class OldCluster(FakeCluster):
+        async def _answer(self, call: Call) -> None:
+            if call.path == "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/ns/inferencepools/llama":
+                await call.answer(200, {"spec": {"selector": {"app": "vllm"}, "targetPortNumber": 80}})
+            elif call.path.startswith("/apis/"):
+                await call.answer(403, {"code": 403})
+            else:
+                await super()._answer(call)
+
+    (tmp_path / "token").write_text("one")
+    told: list[list[str]] = []
+
+    async def test() -> None:
+        cluster = OldCluster()
+        cluster.set("a", "fd00::1")
+        async with servers(cluster) as (api,):
+            watched, pods = Cluster(api, str(tmp_path), again_s=60.0, rng=NoJitter()), Pods("ns", pool="llama")
+            watching = asyncio.create_task(watched.watch(pods, lambda ips: told.append([one.url for one in ips])))
+            await until(lambda: told == [["http://[fd00::1]:80"]])
+            watching.cancel()
+
+    run(test)
+
+
 def test_a_watch_that_lasted_is_begun_again_soon_whatever_ended_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

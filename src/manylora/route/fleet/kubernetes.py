@@ -255,13 +255,15 @@ class Cluster:
 
     async def _read_pool(self, pods: Pods) -> tuple[str, int] | None:
         """Return the selector and the port of an InferencePool; ``None`` if it cannot be read now."""
+        answers = []
         try:
             for version in POOLS:
                 path = f"/apis/{version}/namespaces/{pods.namespace}/inferencepools/{pods.pool}"
                 status, body = await self._get(path)
-                if status != 404:
+                if status not in (403, 404):  # the account may read one version alone, also where the other is unknown
                     return _selected(_decoded(_pool, status, body).spec)
-            logger.warning("pool_missing name=%s/%s", pods.namespace, pods.pool)
+                answers.append(status)
+            logger.warning("pool_missing name=%s/%s answers=%s", pods.namespace, pods.pool, answers)
         except FetchFailed as error:
             logger.warning("pool_failed name=%s/%s error=%r", pods.namespace, pods.pool, str(error))
         return None
