@@ -49,7 +49,7 @@ from manylora.execution.peers import Answer, Failed, Here
 from manylora.lab.catalog.hardware import find_hardware
 from manylora.lab.costs.collectives import CollectiveCost
 from manylora.lab.sim.setup import read_dims
-from manylora.serving.hosting.fleet.specs import engine_specs
+from manylora.serving.server.serve import engine_specs
 
 
 def config_of(base: Path, size: int = 1) -> EngineConfig:

@@ -23,8 +23,7 @@ from manylora.route.choice import Choice, PromptText
 from manylora.route.fleet.changes import ChangeLog
 from manylora.route.relay.exchange import Exchange, read_fields, with_fields
 from manylora.route.relay.relay import pass_on
-from manylora.route.report import BackendMetrics, MetricsReader, ServerKind, read_models
-from manylora.route.times import ReportedTimes
+from manylora.route.report import BackendMetrics, MetricsReader, ReportedTimes, ServerKind, read_models
 from manylora.route.upstream.address import answer_headers, parse_backend, request_head
 from manylora.serving.http.http_protocol import EXTENSION
 

@@ -29,8 +29,7 @@ import msgspec
 
 from manylora.core.routing import ReplicaView
 from manylora.route.config import ProxyConfig, is_key
-from manylora.route.report import BackendMetrics, Card, ServerKind
-from manylora.route.times import ReportedTimes
+from manylora.route.report import BackendMetrics, Card, ReportedTimes, ServerKind
 from manylora.route.upstream.address import Address, request_head
 from manylora.route.upstream.connection import Failure
 from manylora.route.upstream.pool import Pool, fetch

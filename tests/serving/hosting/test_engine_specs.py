@@ -12,11 +12,11 @@ import pytest
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
 from manylora.core.errors import ConfigError
 from manylora.core.server_config import FleetConfig
-from manylora.serving.hosting.fleet.specs import engine_specs
 from manylora.serving.hosting.protocol import EngineSpec
 from manylora.serving.hosting.ray.actor import CurveKeys, Door
 from manylora.serving.hosting.ray.cluster import RayCluster, engine_resources, engines_on_node
 from manylora.serving.hosting.ray.link import RayLink
+from manylora.serving.server.serve import engine_specs
 
 ENGINE = EngineConfig(
     model=ModelConfig(model="demo", device="cpu"),
@@ -36,7 +36,7 @@ def test_one_engine_is_as_configured() -> None:
 
 
 def test_engines_take_devices_in_turn_and_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manylora.serving.hosting.fleet.specs.count_cores", lambda: 16)
+    monkeypatch.setattr("manylora.serving.server.serve.count_cores", lambda: 16)
     found = specs(replicas=3, devices="cuda:0,cuda:1")
     assert [spec.config.model.device for spec in found] == ["cuda:0", "cuda:1", "cuda:0"]
     assert [spec.config.memory.gpu_memory_utilization for spec in found] == [0.4, 0.8, 0.4]

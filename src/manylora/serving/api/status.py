@@ -5,6 +5,15 @@
 The report names adapters and their use, so it needs the admin key; without one each of several API keys sees the
 adapters that it may call. The caller limits the number of adapters, so that a live view that asks every
 second costs the engine little.
+
+TRL's ``AsyncGRPOTrainer`` publishes adapters by routes of ``vllm serve``, beside those of ``adapters``::
+
+    GET  /server_info                  may adapters be loaded, how many, of which rank?
+    POST /pause                        then POST /v1/load_lora_adapter of ``trl-policy-v7``, POST /resume
+    POST /v1/completions               to ``trl-policy-v7``, with token ids and log-probabilities
+    POST /v1/unload_lora_adapter       of ``trl-policy-v4``, once nothing can ask for it
+
+Nothing is paused: answers in flight finish on the version that they began with, and a load waits for none of them.
 """
 
 from __future__ import annotations
@@ -12,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping
 from importlib import metadata
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -20,9 +30,8 @@ from starlette.routing import Route
 
 from manylora.core.errors import RequestError
 from manylora.core.types import Tier
-from manylora.serving.api.adapters import adapter_fields
+from manylora.serving.api.adapters import adapter_fields, admin_context
 from manylora.serving.api.request import Context, context_of, hidden_from_caller
-from manylora.serving.api.training import training_routes, vllm_config
 from manylora.serving.hosting.fleet.engines import Replica
 from manylora.serving.hosting.fleet.keeper import EngineState
 from manylora.serving.hosting.fleet.snapshot import Snapshot, merge_snapshots
@@ -39,8 +48,7 @@ OF_ENGINE = ("num_running", "num_waiting", "num_pages", "num_free_pages", "num_l
 
 async def status(request: Request) -> Response:
     """``GET /status?adapters=100``; answers in every state, with ``engine`` null while no engine serves."""
-    context = context_of(request)
-    context.gate.check_admin(request)
+    context = admin_context(request)
     num_adapters = _number(request.query_params.get("adapters"), "adapters", NUM_ADAPTERS)
     hidden, shows_paths = hidden_from_caller(context, request), context.gate.is_admin(request)
     report = process_report(context, num_adapters, hidden, shows_paths=shows_paths)
@@ -144,8 +152,7 @@ async def load(request: Request) -> Response:
 
 async def server_info(request: Request) -> Response:
     """``GET /server_info``: versions and the configuration, without keys."""
-    context = context_of(request)
-    context.gate.check_admin(request)
+    context = admin_context(request)
     if not context.gate.is_admin(request):
         raise HttpError(403, "The configuration has paths of the server; without --admin-key no API key sees them.")
     packages = ("manylora", "torch", "transformers", "tokenizers", "starlette", "uvicorn")
@@ -158,9 +165,18 @@ async def server_info(request: Request) -> Response:
             "versions": {package: _version(package) for package in packages},
             "engine": dataclasses.asdict(context.engine_config),
             "server": server,
-            "vllm_config": vllm_config(context),
+            "vllm_config": _vllm_config(context),
         }
     )
+
+
+def _vllm_config(context: Context) -> dict[str, Any]:
+    """Return what trainers read of vLLM's configuration in ``/server_info``; a load reaches all engines."""
+    adapters = context.engine_config.adapters
+    # An adapter of a rank has more bytes than that: there is no other bound.
+    lora = {"max_lora_rank": adapters.max_adapter_bytes, "max_loras": adapters.max_registered}
+    parallel = {"data_parallel_size": 1, "tensor_parallel_size": 1}
+    return {"lora_config": lora, "parallel_config": parallel, "weight_transfer_config": None}
 
 
 def _version(package: str) -> str | None:
@@ -172,11 +188,25 @@ def _version(package: str) -> str | None:
 
 async def drain_replica(request: Request) -> Response:
     """``POST /replicas/{index}/drain?timeout=30``: end one engine; its requests finish in that time, or move on."""
-    context = context_of(request)
-    context.gate.check_admin(request)
+    context = admin_context(request)
     timeout_s = _number(request.query_params.get("timeout"), "timeout", context.config.drain_timeout_s)
     await context.fleet.engines.drain_replica(request.path_params["index"], timeout_s)
     return json_response({"replica": request.path_params["index"], "state": "stopped"})
+
+
+async def pause(request: Request) -> Response:
+    """``POST /pause?mode=keep``: begin an update of an adapter, which stops nothing."""
+    admin_context(request)
+    mode = request.query_params.get("mode", "abort")
+    if mode != "keep":
+        raise RequestError(f"Got mode = {mode[:20]!r}, expected 'keep': requests in flight always finish", param="mode")
+    return json_response({"status": "running", "reason": "answers finish on their version while another one loads"})
+
+
+async def resume(request: Request) -> Response:
+    """``POST /resume``: end an update."""
+    admin_context(request)
+    return json_response({"status": "running"})
 
 
 status_routes = [
@@ -184,5 +214,6 @@ status_routes = [
     Route("/load", load, methods=["GET"]),
     Route("/server_info", server_info, methods=["GET"]),
     Route("/replicas/{index:int}/drain", drain_replica, methods=["POST"]),
-    *training_routes,
+    Route("/pause", pause, methods=["POST"]),
+    Route("/resume", resume, methods=["POST"]),
 ]

@@ -13,8 +13,10 @@ ASGI's ``send`` is a coroutine: it needs a task, and waking one for each of two 
 writes themselves. So each request's scope offers an ASGI extension: a plain function that writes a chunk now. Parsing,
 keep-alive, slow and disconnected clients stay uvicorn's.
 
-httptools ends a request at its head if it asks for another protocol: a POST would have no body. So its head is parsed
-anew without that wish (``dialects.py``).
+Java's client asks with each request for HTTP/2 ("Upgrade: h2c"), which a server may ignore: no other protocol is spoken
+here. httptools ends a request at its head if it asks for another protocol: a POST would have no body. So its head is
+parsed anew without that wish. A client of HTTP/1.0 knows no chunks: it gets the bytes of a stream as they are, to the
+end of the connection.
 """
 
 from __future__ import annotations
@@ -29,12 +31,11 @@ from typing import Any, TypeAlias
 
 import httptools
 import msgspec
-from starlette.types import Scope
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from manylora.serving.http.access import Refusals
 from manylora.serving.http.connections import ConnectionBounds, client_of
-from manylora.serving.http.dialects import plain_head, without_chunks
 from manylora.serving.http.errors import HttpError, error_body
 
 __all__ = ["ChunkWritingProtocol", "WriteChunk", "chunk_writer", "connection_breaker"]
@@ -202,7 +203,7 @@ class ChunkWritingProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Refuse a request without room; else add the extension to the scope, before the application's task runs."""
         if self.parser.should_upgrade() and (method := self.parser.get_method()) != b"CONNECT":
-            self.plain_head = plain_head(method, self.url, self.parser.get_http_version(), self.headers)
+            self.plain_head = _plain_head(method, self.url, self.parser.get_http_version(), self.headers)
             return
         self._phase, self._num_beside = ReadPhase.BODY, 0
         self._stop_waiting()
@@ -258,7 +259,7 @@ class ChunkWritingProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         if cycle.scope["http_version"] == "1.0":
-            app = without_chunks(app, cycle)
+            app = _without_chunks(app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def _unset_keepalive_if_required(self) -> None:
@@ -381,6 +382,32 @@ def _feed(protocol: ChunkWritingProtocol, data: bytes) -> bytes:
             protocol.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
             return head + data[upgrade.args[0] :]
     return b""
+
+
+def _plain_head(method: bytes, url: bytes, version: str, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """Return the head of a request without its wish for another protocol; names of headers are in lower case."""
+    lines = [b"%b: %b\r\n" % header for header in headers if header[0] != b"upgrade"]
+    return b"%b %b HTTP/%b\r\n%b\r\n" % (method, url, version.encode(), b"".join(lines))
+
+
+def _without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
+    """Return an application for one request, whose answer goes out as it is where it has no length."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        is_bare = False
+
+        async def send_bare(message: Message) -> None:
+            nonlocal is_bare
+            if message["type"] == "http.response.start":
+                is_bare = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+                cycle.chunked_encoding = False if is_bare else None
+            elif is_bare:
+                cycle.expected_content_length = len(message.get("body", b""))  # the length that uvicorn compares
+            await send(message)
+
+        await app(scope, receive, send_bare)
+
+    return answer
 
 
 def _refusal(status: int, message: str) -> bytes:

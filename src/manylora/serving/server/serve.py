@@ -16,7 +16,7 @@ import functools
 import logging
 import socket
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +26,11 @@ from manylora.core.adapters.folder import real_roots
 from manylora.core.adapters.report import check_folders
 from manylora.core.adapters.sources import is_url
 from manylora.core.config import EngineConfig, ServerConfig
+from manylora.core.errors import ConfigError
+from manylora.core.machine import count_cores
 from manylora.core.routing import Router, RouterContext, make_router
 from manylora.core.scaling import ScalingPolicy
+from manylora.core.server_config import FleetConfig
 from manylora.demo import demo_model_path
 from manylora.serving.hosting.engine.service import builder_for
 from manylora.serving.hosting.engine.startup import collector_paused, freeze_start_up_heap
@@ -35,7 +38,6 @@ from manylora.serving.hosting.fleet.adapter_book import LoraModule
 from manylora.serving.hosting.fleet.fleet import Fleet, FleetPolicy
 from manylora.serving.hosting.fleet.keeper import RestartPolicy
 from manylora.serving.hosting.fleet.resumption import ResumePolicy
-from manylora.serving.hosting.fleet.specs import engine_specs
 from manylora.serving.hosting.links.base_share import BaseShare
 from manylora.serving.hosting.links.link import LINKS, EngineLink
 from manylora.serving.hosting.protocol import EngineSpec, Observations
@@ -51,7 +53,7 @@ from manylora.serving.metrics.engine_spans import add_spans
 from manylora.serving.metrics.prometheus import Metrics
 from manylora.serving.metrics.usage import UsageLedger
 
-__all__ = ["Server", "run"]
+__all__ = ["Server", "engine_specs", "run"]
 
 logger = logging.getLogger(__name__)
 
@@ -207,6 +209,51 @@ class Server:
             one.cancel()
         if not done and self._drain_timeout_s:
             logger.warning("drain_timed_out after_s=%.1f", self._drain_timeout_s)
+
+
+def engine_specs(engine: EngineConfig, fleet: FleetConfig, *, served_name: str, builder: str) -> list[EngineSpec]:
+    """Return the engines of a fleet.
+
+    Engines on one device share it, even those that scaling has not started: each takes its part of
+    ``gpu_memory_utilization``, of the CPU's cores, and of the host memory for adapters. On a Ray cluster each has the
+    resources that it asks for, and shares the host memory and the cores of its node with as many as the node has room
+    for. The step log of engine 1 has ``.1`` before its suffix.
+    """
+    num, part = fleet.num_places, engine.memory.gpu_memory_utilization
+    if fleet.ray is not None and engine.model.tensor_parallel_size > 1:
+        size = engine.model.tensor_parallel_size
+        raise ConfigError(f"Got tensor_parallel_size = {size}, ray = {fleet.ray!r}, expected one of them")
+    if fleet.ray is None and num == 1 and fleet.devices is None:
+        return [EngineSpec(config=engine, served_name=served_name, builder=builder)]
+    named = [engine.model.device] if fleet.devices is None else fleet.devices.split(",")
+    devices = [named[index % len(named)] for index in range(num)]
+    on_device = Counter(devices)
+    num_threads = None if num == 1 else max(1, count_cores() // num)
+    if fleet.ray is not None:  # which gives each engine a node, a device and cores
+        resources = engine_resources(fleet.ray_resources, engine.model.device)
+        part *= min(1.0, resources.get("GPU", 1.0))
+        num_threads = max(1, int(resources.get("CPU", 1)))
+    if fleet.ray is not None or engine.simulate is not None:  # of simulated devices there are as many as engines
+        on_device = Counter(set(devices))
+    configs = [
+        replace(
+            engine,
+            model=replace(engine.model, device=device),
+            memory=replace(engine.memory, gpu_memory_utilization=part / on_device[device]),
+            num_engines=num,  # on a node of Ray's, which is not known yet, at most
+            num_on_device=on_device[device],
+            step_log=None if engine.step_log is None else _numbered(engine.step_log, index),
+        )
+        for index, device in enumerate(devices)
+    ]
+    return [
+        EngineSpec(config=one, served_name=served_name, builder=builder, num_threads=num_threads) for one in configs
+    ]
+
+
+def _numbered(path: str, index: int) -> str:
+    file = Path(path)
+    return path if index == 0 else str(file.with_name(f"{file.stem}.{index}{file.suffix}"))
 
 
 def _observer(metrics: Metrics, usage: UsageLedger | None, traces: Traces | None) -> Callable[[Observations], None]:
