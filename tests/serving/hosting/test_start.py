@@ -15,6 +15,7 @@ from manylora.core.config import EngineConfig, ModelConfig, ServerConfig
 from manylora.core.errors import AdapterError, ConfigError
 from manylora.serving.hosting.engine import startup
 from manylora.serving.hosting.engine.process import EXIT_ORPHANED
+from manylora.serving.hosting.engine.service import load_builder
 from manylora.serving.hosting.engine.startup import prestart_engine, take_prestarted
 from manylora.serving.hosting.protocol import EngineSpec
 from manylora.serving.server import BackgroundServer, LoraModule
@@ -42,6 +43,12 @@ def test_a_start_that_fails_while_the_engine_is_built_ends(tmp_path: Path) -> No
         pytest.fail("it started")
     with pytest.raises(ConfigError):
         server.wait(60.0)
+
+
+@pytest.mark.parametrize("builder", ["x", "no.such:thing", "os:nothing", "manylora.core.types:__name__"])
+def test_a_builder_that_is_none_is_named(builder: str) -> None:
+    with pytest.raises(ConfigError, match=f"^Got builder = {builder!r}, "):
+        load_builder(builder)
 
 
 def test_a_broken_adapter_that_was_found_is_left_out(tokenizer: Path, good: str, broken: str) -> None:

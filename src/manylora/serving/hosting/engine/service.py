@@ -22,7 +22,8 @@ from manylora.core.costs.step_log import LoggedExecutor, open_step_log
 from manylora.core.engine.core import EngineCore
 from manylora.core.engine.loop import EngineLoop
 from manylora.core.engine.status import AdapterStatus
-from manylora.core.errors import ManyloraError, RequestError, SnapshotFailed
+from manylora.core.errors import ConfigError, ManyloraError, RequestError, SnapshotFailed
+from manylora.core.plugins import find_factory, is_own
 from manylora.core.ports import EngineParts, Executor, SharedBase
 from manylora.core.types import Constraint, FinishReason, Output
 from manylora.serving.hosting.engine.adapter_reads import AdapterReads
@@ -71,15 +72,20 @@ def builder_for(config: EngineConfig) -> str:
 
 
 def load_builder(builder: Builder, *, is_alone: bool = False) -> BuildParts:
-    """Return the function behind a builder; ``is_alone``: this process serves and does nothing else."""
+    """Return the function behind a builder; ``is_alone``: this process serves and does nothing else.
+
+    ``ConfigError`` if there is none of that name.
+    """
     if not isinstance(builder, str):
         return builder
+    if not is_own(builder):
+        raise ConfigError(f"Got builder = {builder!r}, expected module:function or file.py:function")
+    if builder not in (TORCH_BUILDER, SIMULATED_BUILDER):
+        return cast(BuildParts, find_factory("builder", builder, {}))
     if is_alone and builder == TORCH_BUILDER:
         import_module(MODEL_CLASSES).import_model_classes()
     module, _, function = builder.partition(":")
-    build = getattr(import_module(module), function)
-    assert callable(build)
-    return cast(BuildParts, build)
+    return cast(BuildParts, getattr(import_module(module), function))
 
 
 @dataclass(eq=False)
