@@ -17,7 +17,7 @@ from serving import PATIENCE_S, texts, until
 
 from manylora.core.clock import Clock
 from manylora.core.config import EngineConfig, ServerConfig
-from manylora.core.errors import ConfigError
+from manylora.core.errors import ConfigError, EngineDead
 from manylora.core.plan import StepPlan
 from manylora.core.ports import EngineParts
 from manylora.core.scaling import ScalingPolicy
@@ -45,7 +45,11 @@ POLICY = ScalingPolicy(
 
 
 def make_fleet(
-    tokenizer: Path, policy: ScalingPolicy = POLICY, build: object = slow_reciter_parts, max_deaths: int = 6
+    tokenizer: Path,
+    policy: ScalingPolicy = POLICY,
+    build: object = slow_reciter_parts,
+    max_deaths: int = 6,
+    num_devices: int = 1,
 ) -> Fleet:
     """Return a fleet of thread engines; ``build`` builds each of them, or is a builder for each."""
     builds = build if isinstance(build, list) else [build] * policy.max_replicas
@@ -58,6 +62,7 @@ def make_fleet(
             restarts=RestartPolicy(max_deaths=max_deaths, first_pause_s=0.01, max_pause_s=0.01),
             resumes=ResumePolicy(),
             scaling=policy,
+            num_devices=num_devices,
             drain_timeout_s=PATIENCE_S,
         ),
     )
@@ -214,6 +219,29 @@ def test_another_engine_takes_the_place_of_one_that_fails_for_good(tokenizer: Pa
         running.cancel()
 
     asyncio.run(scenario())
+
+
+def test_the_first_engine_may_be_of_another_device(tokenizer: Path) -> None:
+    """Two of three devices are broken at the start."""
+
+    def build_on_broken(config: EngineConfig, clock: Clock) -> EngineParts:
+        raise RuntimeError("the device fell over")
+
+    async def scenario(num_devices: int) -> list[EngineState]:
+        builds = [build_on_broken, build_on_broken, slow_reciter_parts]
+        fleet = make_fleet(tokenizer, build=builds, num_devices=num_devices)
+        try:
+            await fleet.start()
+            running = asyncio.create_task(fleet.run())
+            assert await answers(fleet, 1, 5)
+            running.cancel()
+            return [one.state for one in fleet.engines.replicas()][2:]
+        finally:
+            await fleet.stop()
+
+    assert asyncio.run(scenario(3)) == [EngineState.SERVING]
+    with pytest.raises(EngineDead, match="the device fell over"):
+        asyncio.run(scenario(2))
 
 
 def test_scaling_is_shown_in_status_and_metrics(tokenizer: Path) -> None:

@@ -301,6 +301,7 @@ def _fleet_policy(engine: EngineConfig, server: ServerConfig, served_name: str, 
             capacity_rps=fleet.replica_rate,
             max_num_seqs=max_num_seqs,
         ),
+        num_devices=1 if fleet.devices is None else len(fleet.devices.split(",")),
         drain_timeout_s=server.drain_timeout_s,
         caches_prefixes=engine.memory.prefix_caching,
     )

@@ -4,7 +4,8 @@
 
     start: every first engine ---> it serves, and is watched while others still start
                  |  |
-                 |  +-- it died, or found no place ---> tried again, as after a death, if another came up
+                 |  +-- it died, or found no place ---> tried again, as after a death, if another came up;
+                 |                                      of none an idle one of another device is started
                  +----- it refused its configuration, or a required adapter ---> the start fails
 """
 
@@ -223,8 +224,8 @@ class FleetEngines:
 
     # -- life --------------------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Start the first engines.
+    async def start(self, num_devices: int = 1) -> None:
+        """Start the first engines; if none came up, idle ones of the other devices, which engines have in turn.
 
         With several, each is watched as soon as it serves: its requests must not wait for the start of the others. The
         engine of a fleet that has no other is watched by ``run`` alone, so a program without ``run`` sees its death.
@@ -234,6 +235,11 @@ class FleetEngines:
         """
         starting = [engine for engine, keeper in enumerate(self.keepers) if keeper.state is EngineState.STARTING]
         errors = await asyncio.gather(*map(self._start, starting))
+        for engine, keeper in enumerate(self.keepers[:num_devices]):
+            if all(errors) and keeper.state is EngineState.IDLE:
+                keeper.state = EngineState.STARTING
+                starting.append(engine)
+                errors.append(await self._start(engine))
         for engine, error in zip(starting, errors, strict=True):
             if error is not None and all(errors):
                 raise error

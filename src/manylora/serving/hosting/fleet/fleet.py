@@ -46,6 +46,7 @@ class FleetPolicy:
     resumes: ResumePolicy = field(default_factory=lambda: ResumePolicy(max_resumes=0))
     make_router: MakeRouter | None = None  # makes the router of several engines; ``None`` for the default router
     scaling: ScalingPolicy | None = None  # starts and drains engines by the load; ``None`` for a fixed number
+    num_devices: int = 1  # devices, which engines have in turn
     # Seconds that requests of an engine have to end when scaling drains it, before they move on.
     drain_timeout_s: float = 30.0
     # Whether an engine that starts again needs the adapters required at the start; if not, an adapter that it cannot
@@ -112,6 +113,7 @@ class Fleet:
         if routing is not None and routing.controller is not None:
             self._scaling = FleetScaling(routing.controller, engines, drain_timeout_s=policy.drain_timeout_s)
         self._routing = routing
+        self._num_devices = policy.num_devices
 
     @property
     def scaling(self) -> ScalingDecision | None:
@@ -129,7 +131,7 @@ class Fleet:
         engines one may fail for another reason; ``run`` tries it again.
         """
         with self.adapters.opened(modules):
-            await self.engines.start()
+            await self.engines.start(self._num_devices)
 
     async def run(self) -> None:
         """Watch the engines and restart those that die, until drained or stopped; ``EngineDead`` if none is left."""
