@@ -117,6 +117,28 @@ def test_a_function_is_killed_while_its_zygote_is_stopped() -> None:
     asyncio.run(scenario())
 
 
+def test_a_burst_of_functions_waits_for_a_zygote_that_is_behind() -> None:
+    async def scenario() -> None:
+        zygote = Zygote(cast(Any, None))
+        zygote._warm = asyncio.get_running_loop().create_future()
+        zygote._warm.set_result(None)
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        zygote._socket = here
+        here.setblocking(False)
+        with here, there, socket.socket() as connection, open(os.devnull, "wb") as log:
+            place = FunctionPlace(readable=[])
+            forks = [asyncio.create_task(zygote.fork(ENGINE, connection, log.fileno(), place)) for _ in range(300)]
+            await asyncio.sleep(0.01)
+            assert not all(one.done() for one in forks)  # the socket is full
+            for _ in forks:
+                _, descriptors, *_ = await asyncio.to_thread(socket.recv_fds, there, 1 << 16, 2)
+                for one in descriptors:
+                    os.close(one)
+            assert len({one.number for one in await asyncio.gather(*forks)}) == 300
+
+    asyncio.run(scenario())
+
+
 def test_a_start_that_is_cancelled_as_the_zygote_becomes_warm_does_not_go_on() -> None:
     async def scenario() -> None:
         zygote = Zygote(cast(Any, None))

@@ -45,6 +45,7 @@ HARMLESS_GROUPS = ("LC_", "OMP_", "GOMP_", "KMP_", "MKL_", "DNNL_", "ONEDNN_", "
 
 WARM_TIMEOUT_S = 300.0
 FORK_TIMEOUT_S = 30.0  # longest waits for a zygote; one that exceeds them is killed, with its functions
+FULL_S = 0.02  # time between two looks for room in its socket
 
 logger = logging.getLogger(__name__)
 
@@ -144,9 +145,12 @@ class Zygote:
         fork = Fork(number=function.number, engine=engine, place=place, asked_at=asked_at)
         self._functions[function.number] = function
         try:
-            self._send(fork, connection.fileno(), log)
+            while not self._has_sent(fork, connection.fileno(), log):  # a hundred forks fill the socket
+                await asyncio.sleep(FULL_S)
+                if function.exited.done():
+                    raise EngineDead("The zygote has ended.")
         except BaseException:
-            del self._functions[function.number]
+            self._functions.pop(function.number, None)
             raise
         asyncio.get_running_loop().call_later(FORK_TIMEOUT_S, self._check_forked, function, self._process)
         return function
@@ -158,7 +162,7 @@ class Zygote:
                 signal.pidfd_send_signal(function.process, signal.SIGKILL)
         elif not function.exited.done():
             with contextlib.suppress(EngineDead):  # it ended with the zygote
-                self._send(Kill(function.number))
+                self._has_sent(Kill(function.number))  # else it ends with its socket
 
     async def stop(self) -> None:
         """End the zygote, and with it its functions."""
@@ -201,7 +205,8 @@ class Zygote:
         self._warm = loop.create_future()
         loop.add_reader(here.fileno(), self._receive)
 
-    def _send(self, message: ToZygote, *descriptors: int) -> None:
+    def _has_sent(self, message: ToZygote, *descriptors: int) -> bool:
+        """Send a message, and return whether there was room for it."""
         packet = msgspec.msgpack.encode(message)
         if len(packet) > MAX_PACKET_BYTES:
             raise ConfigError(f"Got a function whose description has {len(packet)} bytes, at most {MAX_PACKET_BYTES}")
@@ -209,8 +214,11 @@ class Zygote:
             raise EngineDead("The zygote has ended.")
         try:
             socket.send_fds(self._socket, [packet], descriptors)
+        except BlockingIOError:
+            return False
         except OSError as error:
             raise EngineDead(f"The zygote takes no requests: {error}.") from error
+        return True
 
     def _receive(self) -> None:
         assert self._socket is not None
