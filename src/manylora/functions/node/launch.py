@@ -152,16 +152,16 @@ class Launcher:
         """
         now = asyncio.get_running_loop().time
         for attempt in range(1, MAX_ZYGOTES + 1):
-            began = now()
-            zygote = await self.host.ready()
-            waited_s = now() - began
-            libraries_s = waited_s if begun_from != "nothing" else min(waited_s, self.host.zygote_s)
-            stages = {"backbone": waited_s - libraries_s, "libraries": libraries_s}
-            pid = zygote.pid
+            began, zygote, pid = now(), None, None
             try:
+                zygote = await self.host.ready()
+                waited_s = now() - began
+                libraries_s = waited_s if begun_from != "nothing" else min(waited_s, self.host.zygote_s)
+                stages = {"backbone": waited_s - libraries_s, "libraries": libraries_s}
+                pid = zygote.pid
                 return await self.start_from(zygote), stages
             except EngineDead as error:
-                if zygote.pid == pid:
+                if zygote is not None and zygote.pid == pid:
                     raise
                 logger.warning("function_start_lost name=%s attempt=%d error=%s", self.name, attempt, error)
         raise CapacityError(
