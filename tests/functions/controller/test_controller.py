@@ -175,12 +175,14 @@ def test_a_report_that_does_not_add_up_is_not_recorded(store: Store) -> None:
     assert store.record("n", report(5, 15), {}) == 15  # a gap is the platform's
 
 
-def test_a_bill_has_every_cost_once(store: Store, deployment: Deployment, tmp_path: Path) -> None:
+def test_a_bill_has_every_cost_once(deployment: Deployment, tmp_path: Path) -> None:
+    path = tmp_path / "a#b?c%20d.db"  # it is read by a URI
+    store = Store(path)
     store.configure(deployment.functions, deployment.prices)
     store.record("n", report(0, 0, is_first=True), {})
     store.record("n", report(10**9, 3 * 10**9), {})
-    path = tmp_path / "ledger.db"
     bill = make_bill(*read_ledger(path, 0, 2**62), read_prices(path), by_tenant=True)
+    store.close()
     assert bill.adds_up
     assert bill.lost_ns == 10**9
     assert [(line.name, line.usage.cpu_ns) for line in bill.lines] == [("=team", 2 * 10**9), ("(platform)", 10**9)]

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
 import msgspec
 
@@ -263,7 +264,7 @@ def _lock_beside(path: Path) -> int:
 def _reading(path: Path) -> Iterator[sqlite3.Connection]:
     """Open a ledger for reading; the controller may write meanwhile. ``ConfigError`` if there is none."""
     try:
-        with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", timeout=LOCKED_S, uri=True)) as db:
+        with contextlib.closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", timeout=LOCKED_S, uri=True)) as db:
             yield db
     except sqlite3.Error as error:
         raise ConfigError(f"Got ledger = {str(path)!r}, which cannot be read: {error}") from None
