@@ -11,11 +11,13 @@ from typing import Any, cast
 import pytest
 
 from manylora.core.config import ServerConfig
-from manylora.core.errors import ConfigError
+from manylora.core.errors import ConfigError, EngineDead
 from manylora.functions.agent import cluster as cluster_module
+from manylora.functions.agent import supervise as supervise_module
 from manylora.functions.agent.cluster import _Agents
-from manylora.functions.agent.supervise import keep_until_stopped
-from manylora.functions.wire import AgentSetup
+from manylora.functions.agent.supervise import Child, keep_until_stopped
+from manylora.functions.wire import AgentSetup, ControllerSetup
+from manylora.serving.hosting.fleet.keeper import RestartPolicy
 from manylora.serving.hosting.ray.nodes import NodeActor, RayNode
 
 
@@ -37,6 +39,36 @@ def test_a_part_that_cannot_be_started_is_an_error_of_the_supervisor() -> None:
     with pytest.raises(FileNotFoundError, match="interpreter"):
         asyncio.run(keep_until_stopped(controller, agent))
     assert controller.is_stopped and agent.is_stopped
+
+
+def test_a_controller_that_has_worked_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its disk may be full, or its file half written; the agent serves without it."""
+    num_runs = 0
+
+    async def run(*_: object, **__: object) -> SimpleNamespace:
+        nonlocal num_runs
+        num_runs += 1
+        if num_runs > 20:
+            child._is_stopping = True
+
+        async def communicate(setup: bytes) -> None:
+            await asyncio.sleep(0)
+
+        return SimpleNamespace(returncode=2, communicate=communicate)
+
+    def keep(one: Child, healthy_after_s: float) -> None:
+        policy = RestartPolicy(max_deaths=10, first_pause_s=0.0, max_pause_s=0.0, healthy_after_s=healthy_after_s)
+        monkeypatch.setattr(supervise_module, "RESTARTS", policy)
+        asyncio.run(one.keep())
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", run)
+    setup = ControllerSetup(config="", folder="", token=None)
+    for child, healthy_after_s in ((Child("m", setup), 0.0), (Child("m", setup, is_optional=True), 60.0)):
+        with pytest.raises(EngineDead, match="exit code 2"):
+            keep(child, healthy_after_s)
+    child = Child("m", setup, is_optional=True)
+    keep(child, 0.0)
+    assert num_runs == 21
 
 
 def test_agents_are_kept_while_the_head_of_the_cluster_is_away(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -297,7 +297,7 @@ def test_a_commit_that_fails_leaves_no_transaction_open(tmp_path: Path) -> None:
     with mock.patch.object(sqlite3, "connect", partial(sqlite3.connect, factory=Busy)):
         store = Store(tmp_path / "ledger.db")
     spec = FunctionSpec(backbone="base", adapter="/a")
-    with mock.patch.object(Busy, "is_busy", True), pytest.raises(sqlite3.OperationalError, match="locked"):
+    with mock.patch.object(Busy, "is_busy", True), pytest.raises(CapacityError, match="locked"):
         store.register("lost", spec)
     store.register("kept", spec)
     assert list(store.functions()) == ["kept"]

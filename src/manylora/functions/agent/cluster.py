@@ -57,7 +57,7 @@ def supervise_cluster(
     enough.
 
     ``ConfigError`` if the file is wrong, there is neither token nor certificate, or no cluster at the address;
-    ``EngineDead`` if the controller died too often.
+    ``EngineDead`` if the controller died too often before it had worked.
     """
     read_deployment(config)
     if token_file is None and tls is None:

@@ -42,7 +42,7 @@ def supervise(
     functions. Without ``token_file`` the controller has a token of its own in the folder.
 
     ``ConfigError`` if the file is wrong, an adapter cannot be read, or an address cannot be listened on; ``EngineDead``
-    if controller or agent died too often.
+    if the agent died too often, or the controller before it had worked.
     """
     for name, function in read_deployment(config).functions.items():
         check_folder(name, function)
@@ -68,18 +68,19 @@ def supervise(
 
 
 class Child:
-    """A process that is started again when it ends."""
+    """A process that is started again when it ends; one that ``is_optional`` is not given up once it has worked."""
 
-    def __init__(self, module: str, setup: AgentSetup | ControllerSetup) -> None:
+    def __init__(self, module: str, setup: AgentSetup | ControllerSetup, *, is_optional: bool = False) -> None:
         self._module = module
         self._setup = setup
+        self._is_optional = is_optional
         self._process: asyncio.subprocess.Process | None = None
         self._is_stopping = False
 
     async def keep(self) -> None:
-        """Run it until ``stop``; ``EngineDead`` if the process died too often in a row."""
+        """Run it until ``stop``; ``EngineDead`` if it died too often in a row, or its configuration is wrong."""
         now = asyncio.get_running_loop().time
-        deaths = 0
+        deaths, has_worked = 0, False
         while not self._is_stopping:
             since = now()
             process = self._process = await asyncio.create_subprocess_exec(
@@ -91,9 +92,11 @@ class Child:
             await process.communicate(msgspec.json.encode(self._setup))
             if self._is_stopping:
                 return
+            has_worked = has_worked or now() - since >= RESTARTS.healthy_after_s
             deaths = 1 if now() - since >= RESTARTS.healthy_after_s else deaths + 1
             logger.error("process_ended module=%s code=%s in_a_row=%d", self._module, process.returncode, deaths)
-            if deaths >= RESTARTS.max_deaths or process.returncode == 2:  # 2: its configuration is wrong
+            is_hopeless = deaths >= RESTARTS.max_deaths or process.returncode == 2  # 2: its configuration is wrong
+            if is_hopeless and not (self._is_optional and has_worked):
                 raise EngineDead(f"{self._module} ended {deaths} times in a row (exit code {process.returncode})")
             await asyncio.sleep(RESTARTS.pause_s(deaths))
 
@@ -114,7 +117,8 @@ def open_controller(setup: ControllerSetup, host: str) -> Iterator[tuple[Child, 
             bound.listen(BACKLOG)
             url = url_of(bound, is_tls=setup.tls is not None)
             setup = msgspec.structs.replace(setup, socket=bound.fileno(), parent_pipe=parent_pipe)
-            yield Child("manylora.functions.controller.server", setup), url, parent_pipe
+            controller = Child("manylora.functions.controller.server", setup, is_optional=True)  # agents serve without
+            yield controller, url, parent_pipe
     finally:
         os.close(held)
         os.close(parent_pipe)

@@ -24,7 +24,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from manylora.core.errors import ConfigError
+from manylora.core.errors import CapacityError, ConfigError, ManyloraError
 from manylora.functions.decisions.billing import PLATFORM, PriceList, Usage
 from manylora.functions.deployment import FunctionSpec
 from manylora.functions.wire import Account, NodeReport
@@ -76,7 +76,8 @@ class MachineUse(NamedTuple):
 class Store:
     """The database, made if there is none, for one writer: a second one waits, and then fails.
 
-    ``ConfigError`` if the file is no database of this version, or another process has it.
+    ``ConfigError`` if the file is no database of this version, or another process has it; ``CapacityError`` if it
+    cannot be written now, as on a full disk, here and in all that writes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,9 +95,9 @@ class Store:
                     self._db.execute(f"PRAGMA user_version = {VERSION}")
                 elif version != VERSION:
                     raise ConfigError(f"Got ledger = {str(path)!r} of version {version}, expected {VERSION}")
-        except (sqlite3.Error, ConfigError) as error:
+        except (sqlite3.Error, ManyloraError) as error:
             os.close(self._lock)
-            if isinstance(error, ConfigError):
+            if isinstance(error, ManyloraError):
                 raise
             raise ConfigError(f"Got ledger = {str(path)!r}, which cannot be used: {error}") from error
 
@@ -228,9 +229,11 @@ class Store:
         try:
             yield
             self._db.execute("COMMIT")  # busy, it fails and leaves the transaction open
-        except BaseException:
+        except BaseException as error:
             if self._db.in_transaction:  # some errors have ended it
                 self._db.execute("ROLLBACK")
+            if isinstance(error, sqlite3.Error):
+                raise CapacityError(f"The ledger cannot be written: {error}", retry_after_s=5.0, status=503) from error
             raise
 
 
