@@ -82,11 +82,12 @@ def find_factory(kind: str, name: str, ours: Mapping[str, Callable[..., T]]) -> 
     return factory
 
 
-def made_by(kind: str, name: str, factory: Callable[..., T], *arguments: object, seam: type) -> T:
-    """Call a factory of ``find_factory`` and check that the result has the members of the Protocol ``seam``.
+def made_by(kind: str, name: str, ours: Mapping[str, Callable[..., T]], *arguments: object, seam: type) -> T:
+    """Call the factory that ``find_factory`` finds, and check that the result has the members of the Protocol ``seam``.
 
-    ``ConfigError`` if the call failed, or a member of the Protocol is missing.
+    ``ConfigError`` if there is none, the call failed, or a member of the Protocol is missing.
     """
+    factory = find_factory(kind, name, ours)
     try:
         made = factory(*arguments)
     except Exception as error:

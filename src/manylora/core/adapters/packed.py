@@ -133,22 +133,18 @@ _STORAGE: Mapping[str, np.dtype[Any]] = {
 
 def _encode(name: str, what: str, values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
     stored: NDArray[Any] = values
+    numbers = values
     if dtype == "float16":
         with np.errstate(over="ignore"):
-            stored = values.astype(np.float16)
+            stored = numbers = values.astype(np.float16)
     elif dtype == "bfloat16":
         # Round to nearest, ties to even: add just under half of the last kept bit, plus that bit.
         bits = np.ascontiguousarray(values).view(np.uint32)
         stored = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
-    if not np.isfinite(_decode(stored)).all():
+        numbers = (stored.astype(np.uint32) << 16).view(np.float32)
+    if not np.isfinite(numbers).all():
         raise AdapterError(name, f"weights of {what!r} times their scale are too large for {dtype}")
     return stored
-
-
-def _decode(stored: NDArray[Any]) -> NDArray[np.float32]:
-    if stored.dtype == np.uint16:
-        return (stored.astype(np.uint32) << 16).view(np.float32)
-    return stored.astype(np.float32, copy=False)
 
 
 def _write(image: NDArray[Any], tiles: Iterable[Tile], matrix: NDArray[Any]) -> None:

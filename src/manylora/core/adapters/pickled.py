@@ -130,7 +130,10 @@ class _Machine:
             case "GLOBAL":
                 push(_global(argument))
             case "REDUCE":
-                push(_call(*self._pop(2)))
+                function, given = self._pop(2)
+                if type(function) is not _Function or type(given) is not tuple or len(given) > MAX_ARGUMENTS:
+                    raise NotTensorsError(_EXECUTES)
+                push(function.call(*given))
             case "SETITEMS" | "SETITEM":
                 self._set_items(self._pop_to_mark() if opcode == "SETITEMS" else self._pop(2))
             case "EMPTY_DICT":
@@ -194,12 +197,6 @@ def _global(name: str) -> str | _Function:
     if (function := _FUNCTIONS.get((module, attribute))) is None:
         raise NotTensorsError(_EXECUTES)
     return _Function(function)
-
-
-def _call(function: object, arguments: object) -> object:
-    if type(function) is not _Function or type(arguments) is not tuple or len(arguments) > MAX_ARGUMENTS:
-        raise NotTensorsError(_EXECUTES)
-    return function.call(*arguments)
 
 
 def _window(storage: object, offset: object, shape: Any, strides: Any, *_: object) -> StorageWindow:

@@ -116,8 +116,10 @@ def resolve_path(path: str, roots: Sequence[Path]) -> Path:
     if ".." in pure.parts or path.startswith("~"):
         raise AdapterForbidden(shown, "its path may not contain '..' or begin with '~'")
     real_roots = [os.path.realpath(root) for root in roots]
-    candidates = [
-        root / pure for root, real in zip(roots, real_roots, strict=True) if _is_below(root / pure, root, real)
+    candidates = [  # only by text: nothing outside the roots is ever looked up
+        candidate
+        for candidate, root, real in zip((root / pure for root in roots), roots, real_roots, strict=True)
+        if candidate.is_relative_to(root) or candidate.is_relative_to(real)
     ]
     if not candidates:
         raise AdapterForbidden(shown, "its path lies outside the directories adapters may be loaded from")
@@ -134,11 +136,6 @@ def resolve_path(path: str, roots: Sequence[Path]) -> Path:
     if pure.is_absolute():
         raise AdapterNotFound(shown, "there is no directory at its path")
     raise AdapterNotFound(shown, "it is in none of the directories adapters may be loaded from")
-
-
-def _is_below(candidate: Path, root: Path, real_root: str) -> bool:
-    # Only by text: nothing outside the roots is ever looked up.
-    return candidate.is_relative_to(root) or candidate.is_relative_to(real_root)
 
 
 def is_url(path: str) -> bool:

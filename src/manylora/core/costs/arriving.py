@@ -87,10 +87,6 @@ class WaitBudget:
         self.left_s = seconds
         self.spent_s = 0.0
 
-    def outlasts(self, wait_s: float) -> bool:
-        """Whether the step would wait for so long; if not, the adapter is late once the rest is spent."""
-        return wait_s <= self.left_s
-
     def spend(self, wait_s: float) -> None:
         """Count a wait that is over."""
         self.left_s = max(0.0, self.left_s - wait_s)

@@ -190,13 +190,10 @@ class StepLog:
     def __init__(self, file: BinaryIO | FileIO, header: LogHeader) -> None:
         self._file: BinaryIO | FileIO | None = file
         self._encode = msgspec.json.Encoder().encode
-        self._write(header)
+        self(header)
 
-    def __call__(self, record: StepRecord | LoadRecord) -> None:
-        """Write a record."""
-        self._write(record)
-
-    def _write(self, line: LogLine) -> None:
+    def __call__(self, line: LogLine) -> None:
+        """Write a line."""
         if self._file is None:
             return
         try:

@@ -47,13 +47,7 @@ class Acceptance:
         self._next_seq_id = 0
 
     def accept(self, request: Request, now: float) -> Sequence:
-        """Return the sequence of a request.
-
-        ``ModelNotFound`` if neither the base nor an adapter has that name; ``AdapterReplaced`` if the request is the
-        rest of an answer of an adapter version that is not here; ``RequestError`` if the request can never be served:
-        empty, unknown tokens, or too long for the model or the pool; ``CapacityError`` if too many requests wait, or it
-        would wait for too long (429).
-        """
+        """Return the sequence of a request; raises as ``EngineCore.add_request`` does."""
         begun = request.continuation
         if begun is not None and begun.tokens:
             name, version = self._adapters.resolve_version(request.model, begun.adapter)

@@ -40,7 +40,7 @@ from manylora.core.engine.steps.planner import StepPlanner
 from manylora.core.engine.steps.running import LateSequences, RunningSet
 from manylora.core.errors import RequestError
 from manylora.core.events import EventSink, StepFinished, StepLaunched, TokensEmitted
-from manylora.core.memory import Depth, PageCache, ReloadCosts, num_blocks
+from manylora.core.memory import Depth, PageCache, ReloadCosts
 from manylora.core.plan import ON_DEVICE, StepPlan, StepResult
 from manylora.core.ports import CoreParts
 from manylora.core.scheduling import (
@@ -111,9 +111,7 @@ class EngineCore:
         )
         plans_ahead = parts.is_accelerated if scheduler.plan_ahead is None else scheduler.plan_ahead
         self._steps = StepsInFlight(costs.step, plans_ahead=plans_ahead)
-        self._prefetcher = Prefetcher(
-            adapters, cache, loader, page_cache, policy, composition, telemetry.counters, _kv_pages
-        )
+        self._prefetcher = Prefetcher(adapters, cache, loader, page_cache, policy, composition, telemetry.counters)
 
         self.adapters = AdapterCatalog(config, registry, cache, loader, num_pages, self._sequences, self._prefetcher)
         self.queue_wait = QueueWait(scheduler, predictor, self._sequences, policy, running)
@@ -325,11 +323,6 @@ class EngineCore:
             cache=self._cache,
             block_size=self._block_size,
         )
-
-
-def _kv_pages(sequence: Sequence) -> int:
-    """Return the pages that a waiting sequence needs for its KV."""
-    return num_blocks(sequence.num_tokens_to_hold, sequence.table.block_size)
 
 
 def _make_policy(

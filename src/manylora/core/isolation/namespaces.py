@@ -59,8 +59,12 @@ def enter_own_root(readable: Collection[str]) -> None:
         mount("none", _MADE_AT, "tmpfs", 0, "size=1m,mode=755")
         try:
             for place, file in files.items():
-                _make_place(_MADE_AT + place, is_folder=os.path.isdir(f"/proc/self/fd/{file}"))
-                mount(f"/proc/self/fd/{file}", _MADE_AT + place, None, _BIND | _RECURSIVE)
+                source, path = f"/proc/self/fd/{file}", _MADE_AT + place
+                is_folder = os.path.isdir(source)
+                os.makedirs(path if is_folder else os.path.dirname(path), exist_ok=True)
+                if not is_folder:
+                    os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644))
+                mount(source, path, None, _BIND | _RECURSIVE)
             restrict_mounts(_MADE_AT)
             os.chdir(_MADE_AT)
             pivot_root(".", ".")  # puts the old root over the new one, from where it is taken away
@@ -77,9 +81,3 @@ def enter_own_root(readable: Collection[str]) -> None:
 
 def _is_in(place: str, folder: str) -> bool:
     return place != folder and place.startswith(folder.rstrip("/") + "/") and os.path.isdir(folder)
-
-
-def _make_place(path: str, *, is_folder: bool) -> None:
-    os.makedirs(path if is_folder else os.path.dirname(path), exist_ok=True)
-    if not is_folder:
-        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o644))

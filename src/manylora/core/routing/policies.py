@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from manylora.core.plugins import find_factory, made_by, options_for, takes
+from manylora.core.plugins import made_by, options_for, takes
 from manylora.core.routing.auto import AutoRouter
 from manylora.core.routing.rank_aware import RankAwareRouter
 from manylora.core.routing.rank_placement import RankPlacementRouter
@@ -161,11 +161,6 @@ class RouterContext:
     options: Any = None  # the router's own ``Options``, checked; ``None`` where it has none
 
 
-@takes(RankAwareRouter.Options)
-def _rank_aware(context: RouterContext) -> Router:
-    return RankAwareRouter(context.ranks, tbt_s=context.options.tbt_s)
-
-
 @takes(AutoRouter.Options)
 def _auto(context: RouterContext) -> Router:
     options = context.options
@@ -179,7 +174,9 @@ ROUTERS: dict[str, Callable[[RouterContext], Router]] = {
     "least-loaded": lambda context: LeastLoadedRouter(),
     "power-of-two": lambda context: PowerOfTwoRouter(context.rng),
     "random": lambda context: RandomRouter(context.rng),
-    "rank-aware": _rank_aware,
+    "rank-aware": takes(RankAwareRouter.Options)(
+        lambda context: RankAwareRouter(context.ranks, tbt_s=context.options.tbt_s)
+    ),
     "rank-placement": lambda context: RankPlacementRouter(context.ranks, context.rng),
 }
 
@@ -192,6 +189,4 @@ def make_router(name: str, context: RouterContext, given: Mapping[str, object] |
     ``ConfigError`` if no router has that name, or an option is wrong.
     """
     options = options_for("router", name, ROUTERS, given or {})
-    return made_by(
-        "router", name, find_factory("router", name, ROUTERS), replace(context, options=options), seam=Router
-    )
+    return made_by("router", name, ROUTERS, replace(context, options=options), seam=Router)

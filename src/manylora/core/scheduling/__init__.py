@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from manylora.core.config import SchedulerConfig
-from manylora.core.plugins import find_factory, made_by, options_for, takes
+from manylora.core.plugins import made_by, options_for, takes
 from manylora.core.scheduling.policies.adapter_aware import AdapterAwarePolicy
 from manylora.core.scheduling.policies.boost import BoostPolicy
 from manylora.core.scheduling.policies.chameleon.policy import ChameleonPolicy, StaticQueuesPolicy
@@ -66,13 +66,8 @@ POLICIES: dict[str, Callable[[PolicyContext], Policy]] = {
 }
 
 
-@takes(NoisyPredictor.Options)
-def _make_noisy(config: SchedulerConfig, seed: int, options: NoisyPredictor.Options) -> LengthPredictor:
-    return NoisyPredictor(options.accuracy, seed)
-
-
 PREDICTORS: dict[str, Callable[..., LengthPredictor]] = {
-    "noisy": _make_noisy,
+    "noisy": takes(NoisyPredictor.Options)(lambda config, seed, options: NoisyPredictor(options.accuracy, seed)),
     "oracle": lambda config, seed: OraclePredictor(),
     "quantile": lambda config, seed: QuantilePredictor(),
 }
@@ -98,10 +93,9 @@ def make_policy(name: str, context: PolicyContext) -> Policy:
 
 
 def _policy_maker(name: str, context: PolicyContext) -> Callable[[], Policy]:
-    factory = find_factory("policy", name, POLICIES)
     options = options_for("policy", name, POLICIES, context.config.policy_options)
     own = replace(context, options=options, inner=lambda inner: _policy_maker(inner, context))
-    return partial(made_by, "policy", name, factory, own, seam=Policy)
+    return partial(made_by, "policy", name, POLICIES, own, seam=Policy)
 
 
 def make_step_composition(name: str) -> StepComposition:
@@ -109,8 +103,7 @@ def make_step_composition(name: str) -> StepComposition:
 
     ``ConfigError`` if no step composition has that name, or it lacks a method.
     """
-    factory = find_factory("step_composition", name, STEP_COMPOSITIONS)
-    return made_by("step_composition", name, factory, seam=StepComposition)
+    return made_by("step_composition", name, STEP_COMPOSITIONS, seam=StepComposition)
 
 
 def make_predictor(config: SchedulerConfig, seed: int) -> LengthPredictor:
@@ -118,7 +111,6 @@ def make_predictor(config: SchedulerConfig, seed: int) -> LengthPredictor:
 
     ``ConfigError`` if no predictor has that name, or an option is wrong.
     """
-    factory = find_factory("predictor", config.predictor, PREDICTORS)
     options = options_for("predictor", config.predictor, PREDICTORS, config.predictor_options)
     taken = () if options is None else (options,)
-    return made_by("predictor", config.predictor, factory, config, seed, *taken, seam=LengthPredictor)
+    return made_by("predictor", config.predictor, PREDICTORS, config, seed, *taken, seam=LengthPredictor)

@@ -26,7 +26,7 @@ from manylora.core.adapters.lora.settings import LoraSettings
 from manylora.core.errors import AdapterError
 
 if TYPE_CHECKING:
-    import regex
+    pass
 
 __all__ = ["Budget", "Names", "Pattern", "PatternError", "Targeting", "is_plain"]
 
@@ -163,7 +163,7 @@ class Budget:
     """Processor time left for the patterns of one adapter, in seconds; waiting for a processor does not count."""
 
     def __init__(self, seconds: float) -> None:
-        self._left = seconds
+        self.left_s = seconds
 
     @contextmanager
     def spend(self) -> Iterator[float]:
@@ -171,22 +171,13 @@ class Budget:
 
         ``PatternError`` if no time is left.
         """
-        if self._left <= 0:
+        if self.left_s <= 0:
             raise PatternError(TOO_LONG)
         began_at = time.thread_time()
         try:
-            yield self._left
+            yield self.left_s
         finally:
-            self._left -= time.thread_time() - began_at
-
-    def match(self, pattern: regex.Pattern[str], text: str) -> bool:
-        """Return whether the whole of ``text`` matches; raise ``PatternError`` if the time is spent."""
-        with self.spend() as left:
-            try:
-                return pattern.fullmatch(text, timeout=left) is not None
-            except TimeoutError as error:
-                self._left = 0.0
-                raise PatternError(TOO_LONG) from error
+            self.left_s -= time.thread_time() - began_at
 
 
 class Pattern:
@@ -215,8 +206,13 @@ class Pattern:
             raise PatternError(f"{shown} uses {ambiguous[0]!r} outside a count, which is not supported")
 
     def fullmatch(self, text: str) -> bool:
-        """Return whether the whole of ``text`` matches, as ``re.fullmatch`` would; raise as ``Budget.match`` does."""
-        return self._budget.match(self._pattern, text)
+        """Return whether the whole of ``text`` matches, as ``re.fullmatch`` would; ``PatternError`` if that is slow."""
+        with self._budget.spend() as left:
+            try:
+                return self._pattern.fullmatch(text, timeout=left) is not None
+            except TimeoutError as error:
+                self._budget.left_s = 0.0
+                raise PatternError(TOO_LONG) from error
 
 
 def is_plain(source: str) -> bool:

@@ -57,7 +57,8 @@ class Forecast:
         if gaps is None:
             self._gaps[key] = _Gaps(now)
             return
-        index = _bin(now - gaps.last_at)
+        gap = now - gaps.last_at
+        index = min(max(math.floor(2.0 * math.log2(gap * 1000.0)), 0), NUM_BINS - 1) if gap > 0.001 else 0
         gaps.bins[index] = gaps.bins.get(index, 0) + 1
         gaps.num_gaps += 1
         gaps.last_at = now
@@ -80,10 +81,6 @@ class Forecast:
         """Forget the gaps of an adapter."""
         self._gaps.pop(key, None)
         self._due.pop(key, None)
-
-
-def _bin(gap: float) -> int:
-    return min(max(math.floor(2.0 * math.log2(gap * 1000.0)), 0), NUM_BINS - 1) if gap > 0.001 else 0
 
 
 def _edge(index: int) -> float:

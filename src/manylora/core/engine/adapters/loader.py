@@ -79,8 +79,8 @@ class LoadsInFlight:
 
     def started(self, version: AdapterVersion, tier: Tier, work: Work, now: float) -> None:
         """Add a load that was just started."""
-        read = self._find(version.key, Tier.HOST) if tier is Tier.DEVICE else None
-        self.in_flight.append(LoadInFlight(version, tier, work, now, read))
+        reads = [load for load in self.in_flight if load.tier is Tier.HOST and load.version.key == version.key]
+        self.in_flight.append(LoadInFlight(version, tier, work, now, reads[0] if reads else None))
 
     def ended(self, load: LoadInFlight, now: float, *, ok: bool) -> None:
         """Remove a load, and learn its own duration, without the wait for its link."""
@@ -105,9 +105,6 @@ class LoadsInFlight:
             is_chained=not is_in_host and residency.device is TierState.LOADING,
             is_whole=residency.version.is_whole,
         )
-
-    def _find(self, key: AdapterKey, tier: Tier) -> LoadInFlight | None:
-        return next((load for load in self.in_flight if load.tier is tier and load.version.key == key), None)
 
     def _hop(self, version: AdapterVersion, tier: Tier, now: float) -> tuple[float, float]:
         """Return the begin of a load, from now (negative if it has begun), and its duration, in seconds."""

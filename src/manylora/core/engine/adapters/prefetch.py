@@ -27,7 +27,6 @@ Source: Chameleon, section 4.2, "Prefetching"; look-ahead of ten after "vLLM mul
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import InitVar, dataclass
 
@@ -38,8 +37,8 @@ from manylora.core.engine.adapters.loader import AdapterLoader
 from manylora.core.engine.adapters.residency import TierState
 from manylora.core.engine.adapters.traffic import Traffic
 from manylora.core.engine.status import Counters
-from manylora.core.memory import Depth, PageCache
-from manylora.core.scheduling import Policy, Sequence, StepComposition
+from manylora.core.memory import Depth, PageCache, num_blocks
+from manylora.core.scheduling import Policy, StepComposition
 from manylora.core.types import AdapterKey, AdapterVersion, Tier
 
 __all__ = ["Prefetcher"]
@@ -60,8 +59,6 @@ class Prefetcher:
     _policy: Policy
     _composition: StepComposition
     _counters: Counters
-    # Pages of the pool that a waiting sequence needs for its KV; none where the KV lies elsewhere.
-    kv_pages: Callable[[Sequence], int]
 
     def __post_init__(self, config: AdapterConfig) -> None:
         self._look_ahead = config.look_ahead
@@ -110,7 +107,8 @@ class Prefetcher:
         for key, num_ahead in missing.items():
             version, tier = self._cache.residencies[key].version, self._missing_from(key)
             if tier is not None and most.get(tier):
-                num_kv_pages = sum(map(self.kv_pages, upcoming[:num_ahead])) if tier is Tier.DEVICE else 0
+                ahead = upcoming[:num_ahead] if tier is Tier.DEVICE else []
+                num_kv_pages = sum([num_blocks(one.num_tokens_to_hold, one.table.block_size) for one in ahead])
                 if tier is Tier.HOST or version.num_pages <= room - num_kv_pages:
                     most[tier] -= 1
                     self._prefetch(version, now)

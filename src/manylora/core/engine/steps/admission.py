@@ -59,7 +59,7 @@ class Admission:
             residency = self._cache.residencies[version.key]
             most = self._max_loras
             if most is not None and self._cache.num_active >= most and not residency.num_running:
-                self._held_up(sequence)
+                self._cold_starts.held_up(sequence)
                 return Outcome.ADAPTER_CAP
             is_resident = residency.device is TierState.RESIDENT
             if sequence.looked_at(is_resident=is_resident) and is_resident:
@@ -77,7 +77,7 @@ class Admission:
         num_missing = num_blocks(sequence.num_tokens_to_hold, self._block_size) - len(shared)
         pages = self._page_cache.claim_kv(num_missing, now, depth, spare=sequence.adapter, shared=shared)
         if pages is None:
-            self._held_up(sequence)
+            self._cold_starts.held_up(sequence)
             return Outcome.NO_PAGES
         loaded = 0 if residency is None else residency.take_load()
         if sequence.admitted(now, shared=shared, pages=pages, placement=placement, num_loaded_pages=loaded):
@@ -98,15 +98,10 @@ class Admission:
         if placement is not None:
             return placement
         if not residency.is_loading:
-            self._held_up(sequence)
+            self._cold_starts.held_up(sequence)
             return Outcome.ADAPTER_NO_PAGES
         self._note_wait(sequence, residency, now, depth)
         return Outcome.ADAPTER_LOADING
-
-    def _held_up(self, sequence: Sequence) -> None:
-        """Learn that a sequence waits for memory, or for a limit of the step."""
-        if self._cold_starts.choices:
-            self._cold_starts.held_up(sequence)
 
     def _note_admission(self, sequence: Sequence, now: float, was_resident: bool) -> None:
         """Count and report the first admission of a sequence."""

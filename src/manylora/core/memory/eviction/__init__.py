@@ -16,7 +16,7 @@ from manylora.core.memory.eviction.policy import Depth, EvictionPolicy, IdleItem
 from manylora.core.memory.eviction.price import PriceEviction
 from manylora.core.memory.eviction.published import ByAge, GdsfScore, WeightedScore
 from manylora.core.memory.eviction.ranking import KeyedEviction
-from manylora.core.plugins import find_factory, made_by, options_for
+from manylora.core.plugins import made_by, options_for
 
 __all__ = [
     "EVICTION_POLICIES",
@@ -48,7 +48,6 @@ def make_eviction_policy(name: str, costs: ReloadCosts, given: Mapping[str, obje
     The adapter cache and the core keep ``costs`` up to date. ``ConfigError`` if the name is unknown or no eviction
     policy, or an option is wrong.
     """
-    factory = find_factory("eviction", name, EVICTION_POLICIES)
     options = options_for("eviction", name, EVICTION_POLICIES, given or {})
     taken = () if options is None else (options,)
-    return made_by("eviction", name, factory, costs, *taken, seam=EvictionPolicy)
+    return made_by("eviction", name, EVICTION_POLICIES, costs, *taken, seam=EvictionPolicy)

@@ -140,7 +140,7 @@ class _Waits:
         """Wait until a part of an adapter has arrived, or until the budget is spent."""
         if arrives_at <= self.at or key in self.late:
             return
-        if not self._budget.outlasts(arrives_at - self.at):
+        if arrives_at - self.at > self._budget.left_s:  # late, once the rest is spent
             self.late[key] = None
             arrives_at = self.at + self._budget.left_s
         self._budget.spend(arrives_at - self.at)
