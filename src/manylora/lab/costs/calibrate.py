@@ -75,12 +75,14 @@ def split_log(lines: Iterable[LogLine]) -> tuple[LogHeader, list[StepRecord], li
             case StepRecord() | LoadRecord():
                 if shift_s is None:
                     shift_s = latest + RUNS_APART_S - line.launched_at
-                moved = _moved(line, shift_s)
-                latest = max(latest, moved.ended_at)
-                if isinstance(moved, StepRecord):
-                    steps.append(moved)
+                if shift_s:
+                    ends_at = line.ended_at + shift_s
+                    line = msgspec.structs.replace(line, launched_at=line.launched_at + shift_s, ended_at=ends_at)
+                latest = max(latest, line.ended_at)
+                if isinstance(line, StepRecord):
+                    steps.append(line)
                 else:
-                    loads.append(moved)
+                    loads.append(line)
             case LogHeader():
                 shift_s = 0.0 if latest == -math.inf else None
                 if header is not None and _identity(header) != _identity(line):
@@ -92,12 +94,6 @@ def split_log(lines: Iterable[LogLine]) -> tuple[LogHeader, list[StepRecord], li
     if header is None:
         raise ConfigError("The log has no header: it is empty, or its beginning is missing")
     return header, steps, loads
-
-
-def _moved(record: StepRecord | LoadRecord, shift_s: float) -> StepRecord | LoadRecord:
-    if not shift_s:
-        return record
-    return msgspec.structs.replace(record, launched_at=record.launched_at + shift_s, ended_at=record.ended_at + shift_s)
 
 
 def _identity(header: LogHeader) -> tuple[str, str, str]:

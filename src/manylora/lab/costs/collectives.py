@@ -107,12 +107,10 @@ class CollectiveCost:
     def time_s(self, call: CollectiveCall) -> float:
         """Return the duration of each of these calls, in seconds."""
         others = self._size - 1
-        hops, num_bytes = (1, others * call.num_bytes) if call.is_gather else (2 * others, self._on_ring(call))
+        on_ring = 2 * others / self._size * call.num_bytes
+        hops, num_bytes = (1, others * call.num_bytes) if call.is_gather else (2 * others, on_ring)
         return min(start_s + hops * hop_s + num_bytes / rate for start_s, hop_s, rate in self._protocols)
 
     def step_time_s(self, step: StepFeatures) -> float:
         """Return the duration of a step's collectives, in seconds; nothing else runs beside them."""
         return sum(call.num_calls * self.time_s(call) for call in self.calls(step))
-
-    def _on_ring(self, call: CollectiveCall) -> float:
-        return 2 * (self._size - 1) / self._size * call.num_bytes

@@ -73,7 +73,9 @@ def estimate_drift(began_at: Array, took: Array, predicted: Array) -> DriftEstim
     edges = _powers(FIRST_LAG * step_s, longest_s, BIN_RATIO)
     products, weights, lags = _products(began_at, took, deviations, edges)
     lengths_s = _powers(shortest_s, longest_s, GRID_RATIO)
-    components = _merged(_fit(products / weights, lags, lengths_s), lengths_s)
+    # ``log(1 + c)`` is the log-covariance of log-normal factors.
+    covariances = np.log1p(np.maximum(products / weights, -0.9))
+    components = _merged(fit_nonnegative(np.exp(-lags[:, None] / lengths_s), covariances), lengths_s)
     if not components:
         return steady
     return DriftEstimate(components=components, share=min(1.0, sum(one.size**2 for one in components) / variance))
@@ -159,11 +161,6 @@ def _hang_together(weighted: Array) -> bool:
     return float(products.sum()) > CHANCE * math.sqrt(float((products**2).sum()))
 
 
-def _fit(covariances: Array, lags: Array, lengths_s: Array) -> Array:
-    """Return the square of each component's size; ``log(1 + c)`` is the log-covariance of log-normal factors."""
-    return fit_nonnegative(np.exp(-lags[:, None] / lengths_s), np.log1p(np.maximum(covariances, -0.9)))
-
-
 def fit_nonnegative(matrix: Array, target: Array) -> Array:
     """Return ``x >= 0`` ``[k]`` that minimises ``|matrix @ x - target|`` for ``[n, k]`` and ``[n]``.
 
@@ -184,7 +181,7 @@ def _powers(least: float, most: float, ratio: float) -> Array:
 
 
 def _merged(squares: Array, lengths_s: Array) -> tuple[DriftComponent, ...]:
-    """Merge neighbours of the grid, which are one component with a length in between."""
+    """Merge neighbours of the grid, given the squares of their sizes: one component with a length in between."""
     components = []
     for is_there, run in groupby(range(len(squares)), key=lambda index: squares[index] > 0):
         of = list(run)

@@ -82,11 +82,9 @@ class Findings:
 
     def compare(self) -> list[Comparison]:
         """Hold every claim against ours."""
-        return [self._compare(claim) for claim in self.experiment.claims]
-
-    def _compare(self, claim: Claim) -> Comparison:
-        values = [self._evaluate(claim, seed) for seed in range(self.num_seeds)]
-        return compare(claim, values, is_drawn=self.experiment.calculation is None)
+        seeds, is_drawn = range(self.num_seeds), self.experiment.calculation is None
+        claims = self.experiment.claims
+        return [compare(one, [self._evaluate(one, seed) for seed in seeds], is_drawn=is_drawn) for one in claims]
 
     def _evaluate(self, claim: Claim, seed: int) -> float | None:
         if claim.form == "order":

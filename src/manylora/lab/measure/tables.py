@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table as RichTable
 
 from manylora.lab.measure.records import RequestRecord
-from manylora.lab.measure.summary import PercentileSummary, Slo, Summary
+from manylora.lab.measure.summary import Slo, Summary
 
 __all__ = ["FigureTable", "compare", "failures", "figures", "groups", "latencies", "milliseconds"]
 
@@ -79,7 +79,11 @@ def latencies(summary: Summary) -> FigureTable:
         "in all, per token": summary.normalised,
     }
     columns = ("ms", "mean", "P50", "P90", "P99", "highest")
-    cells = ((name, *_percentile_cells(one)) for name, one in rows.items() if one is not None)
+    cells = (
+        (name, *map(milliseconds, (one.mean, one.p50, one.p90, one.p99, one.highest)))
+        for name, one in rows.items()
+        if one is not None
+    )
     return FigureTable(columns=columns, rows=tuple(cells))
 
 
@@ -171,7 +175,3 @@ def compare(summaries: Mapping[str, Summary], title: str = "") -> FigureTable:
         *("within the SLO", "hits", "TTFT on loading"),
     )
     return FigureTable(title=title, columns=columns, rows=rows)
-
-
-def _percentile_cells(one: PercentileSummary) -> tuple[str, ...]:
-    return tuple(milliseconds(value) for value in (one.mean, one.p50, one.p90, one.p99, one.highest))

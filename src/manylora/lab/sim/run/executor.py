@@ -158,7 +158,9 @@ class SimulatedExecutor:
         begins_at = max(now + self._scheduler_time_s, self._steps[-1].ready_at if self._steps else 0.0)
         factor = 1.0 if self._speed is None else self._speed.factor(begins_at)
         # A sequence is cold only while its adapter is on its way to the device.
-        cold = _cold_sequences(plan) if now < self._links[Tier.DEVICE].free_at else ()
+        cold: list[PlannedSequence] = []
+        if now < self._links[Tier.DEVICE].free_at:
+            cold = [one for one in plan.sequences if one.placement is not ON_DEVICE and one.placement != ON_DEVICE]
         if cold:
             step = self._cold_steps.end(plan, cold, self._timelines[Tier.DEVICE], begins_at, factor)
         else:
@@ -210,11 +212,6 @@ class SimulatedExecutor:
         """Forget the times at which its layers arrived in ``tier``; nothing is kept on a disk."""
         if tier is not Tier.DISK:
             self._timelines[tier].pop(key, None)
-
-
-def _cold_sequences(plan: StepPlan) -> list[PlannedSequence]:
-    """Return the sequences of a step whose adapter is not on the device."""
-    return [part for part in plan.sequences if part.placement is not ON_DEVICE and part.placement != ON_DEVICE]
 
 
 def _delayed(ends_at: float, interference: float, begins_at: float, uses: Iterable[tuple[float, float]]) -> float:

@@ -104,7 +104,9 @@ class SimulatedStarts:
             self._go_on(index, start, now)
         for index, phase in enumerate(self.phases):
             if phase is ReplicaPhase.DRAINING and not self._cores[index].has_requests:
-                self._end(index, now)
+                del self._cores[index]
+                self.phases[index] = ReplicaPhase.IDLE
+                self._lives.pop(index).ended_at = now
         if now >= self._look_at:
             self._look(now)
         is_polled = bool(self._starts) or ReplicaPhase.DRAINING in self.phases
@@ -155,8 +157,3 @@ class SimulatedStarts:
         self.phases[index] = ReplicaPhase.SERVING
         self._lives[index].serving_at = now
         self._on_serving(index)
-
-    def _end(self, index: int, now: float) -> None:
-        del self._cores[index]
-        self.phases[index] = ReplicaPhase.IDLE
-        self._lives.pop(index).ended_at = now
