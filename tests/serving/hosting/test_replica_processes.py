@@ -87,7 +87,7 @@ def test_each_replica_is_shown_and_can_be_drained(tokenizer: Path, lora_dir: Pat
         assert 'vllm:num_requests_running{model_name="base",replica="2"} 0.0' in metrics
         assert 'replica="1"' not in "".join(line for line in metrics.splitlines() if line.startswith("vllm:"))
         assert "manylora_resumed_requests_total 3.0" in metrics
-        for wrong in ("1", "7"):
+        for wrong in ("1", "7", "-1", "9" * 5000):
             assert http.post(f"/replicas/{wrong}/drain").status_code == 400
         assert http.post("/replicas/0/drain").status_code == 200
         assert http.post("/replicas/2/drain").json()["error"]["param"] == "replica"

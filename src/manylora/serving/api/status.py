@@ -190,8 +190,9 @@ async def drain_replica(request: Request) -> Response:
     """``POST /replicas/{index}/drain?timeout=30``: end one engine; its requests finish in that time, or move on."""
     context = admin_context(request)
     timeout_s = _number(request.query_params.get("timeout"), "timeout", context.config.drain_timeout_s)
-    await context.fleet.engines.drain_replica(request.path_params["index"], timeout_s)
-    return json_response({"replica": request.path_params["index"], "state": "stopped"})
+    index = _number(request.path_params["index"], "replica", 0)
+    await context.fleet.engines.drain_replica(index, timeout_s)
+    return json_response({"replica": index, "state": "stopped"})
 
 
 async def pause(request: Request) -> Response:
@@ -213,7 +214,7 @@ status_routes = [
     Route("/status", status, methods=["GET"]),
     Route("/load", load, methods=["GET"]),
     Route("/server_info", server_info, methods=["GET"]),
-    Route("/replicas/{index:int}/drain", drain_replica, methods=["POST"]),
+    Route("/replicas/{index}/drain", drain_replica, methods=["POST"]),
     Route("/pause", pause, methods=["POST"]),
     Route("/resume", resume, methods=["POST"]),
 ]
