@@ -180,6 +180,7 @@ def test_counters_do_not_go_back_as_functions_sleep(tmp_path: Path, monkeypatch:
             )
         before = fleet.resumes
         assert (before.num_resumes, before.num_ended, before.longest_pause_s, before.num_waiting) == (6, 2, 2.0, 2)
+        rig.finish("a")
         await rig.node.functions["a"].sleep("idle")
         assert fleet.resumes == replace(before, num_waiting=1)
         rig.node.configure({}, {}, NodeSpec(), ())
@@ -233,6 +234,21 @@ def test_a_batch_waits_on_a_busy_device_until_it_is_full(tmp_path: Path, monkeyp
         rig.finish("a")  # the device is idle: nothing to wait for
         assert await late == "stream"
         assert rig.num_launches == 2
+
+    run(scenario)
+
+
+def test_a_request_that_comes_as_its_function_is_put_to_sleep_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        rig = Rig(tmp_path, monkeypatch)
+        assert await rig.ask("a", "1") == "stream"
+        rig.finish("a")
+        asked, sleeping = rig.ask("a", "2"), asyncio.create_task(rig.node.functions["a"].sleep("idle"))
+        assert await asked == "stream"
+        await sleeping
+        assert rig.engines["a"].submitted == ["1", "2"] and not rig.engines["a"].is_stopped
 
     run(scenario)
 

@@ -263,9 +263,9 @@ class FunctionInstance:
             self._enter(FunctionPhase.WAKING)
 
     async def sleep(self, reason: str, error: ManyloraError | None = None) -> None:
-        """End the process; requests that wait for it wake it again.
+        """End the process; requests that wait for it wake it again, and those with its engine get the ``error``.
 
-        Requests with its engine get the ``error``; without one their callers are asked to try again.
+        Without one only an idle process ends: a request may have come since it was found so.
         """
         if (waker := self._waker) is not None:
             waker.cancel()
@@ -274,6 +274,8 @@ class FunctionInstance:
                 self._waker = None
             elif self.engine is None:  # another call has ended it, or its start failed
                 return
+        if error is None and self.engine is not None and not self.is_idle:
+            return
         if self.engine is not None:
             logger.info("function_sleeps name=%s reason=%s", self.name, reason)
             engine = self._ending = self._part_from_engine()
