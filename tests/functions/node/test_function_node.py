@@ -512,6 +512,22 @@ def test_a_zygote_that_ends_during_a_start_is_a_pause(tmp_path: Path, monkeypatc
     run(scenario)
 
 
+def test_a_function_whose_adapter_changed_behind_a_death_starts_with_the_new_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        rig = Rig(tmp_path, monkeypatch)
+        assert await rig.ask("a", "1") == "stream"
+        first, function = rig.engines["a"], rig.node.functions["a"]
+        function.observed(Observations(num_failed_loads=1))
+        await settle()
+        assert first.is_stopped and function.phase is FunctionPhase.ASLEEP
+        assert await rig.ask("a", "2") == "stream"
+        assert rig.engines["a"].submitted == ["2"]
+
+    run(scenario)
+
+
 def test_a_start_that_breaks_in_any_way_fails_and_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,7 +63,8 @@ TRANSITIONS = {
     (FunctionPhase.WAKING, FunctionPhase.AWAKE): "its engine takes requests",
     (FunctionPhase.WAKING, FunctionPhase.ASLEEP): "there was no room for it, or it was put to sleep",
     (FunctionPhase.WAKING, FunctionPhase.FAILED): "its start failed",
-    (FunctionPhase.AWAKE, FunctionPhase.ENDING): "its keep-alive is over, its memory is needed, or it was removed",
+    (FunctionPhase.AWAKE, FunctionPhase.ENDING): "its keep-alive is over, its memory is needed, or it was removed; or "
+    "its adapter's files are others than at its start",
     (FunctionPhase.AWAKE, FunctionPhase.FAILED): "its processes died too often in a row",
     (FunctionPhase.ENDING, FunctionPhase.ASLEEP): "its process has ended",
     (FunctionPhase.FAILED, FunctionPhase.ASLEEP): "a request came after ``RETRY_AFTER_S``, or it was removed",
@@ -115,7 +116,7 @@ class FunctionInstance:
     pss_bytes: int = 0  # proportional set size of its process at the last reading
     _ending: AwakeFunction | None = None  # from the end of its service to the end of its process
     _waker: asyncio.Task[None] | None = None
-    _stopping: asyncio.Task[None] | None = None  # of an engine whose processes died too often
+    _stopping: asyncio.Task[None] | None = None  # of an engine whose processes died too often, or lack its adapter
     _timer: asyncio.TimerHandle | None = None
     _num_starts: int = 0
     _num_deaths: int = 0
@@ -253,6 +254,9 @@ class FunctionInstance:
         if seen.finished:
             self.last_used = now
             self.node.changed(self)
+        if seen.num_failed_loads and self.phase is FunctionPhase.AWAKE:
+            # A process that took the place of another one found other files: the next start is with those.
+            self._stopping = asyncio.create_task(self.sleep("its adapter has changed", self._asleep_error()))
 
     # -- life --------------------------------------------------------------------------------------------------------
 
