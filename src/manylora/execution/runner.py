@@ -171,7 +171,7 @@ class ModelRunner:
             return StepResult()
         order = order or self.arrange(plan.sequences)
         sequences = [plan.sequences[place] for place in order.places]
-        if self._chooses:
+        if self.share is None or self.share.workers.is_first:  # tokens are chosen here
             self._sampler.begin([sequence for sequence in sequences if sequence.is_sampled])
         segments, assisted = self._segments(order.spans, adapters)
         batch = self._last_lora = self._batch(segments)
@@ -238,11 +238,6 @@ class ModelRunner:
         ordered = [sequences[place] for place in places]
         spans = _find_spans((one.adapter, one.num_tokens, int(one.is_sampled)) for one in ordered)
         return RowOrder(places, spans, self._graphs.outline(ordered) if self._graphs is not None else None)
-
-    @property
-    def _chooses(self) -> bool:
-        """Whether tokens are chosen here."""
-        return self.share is None or self.share.workers.is_first
 
     def _sample(
         self, plan: StepPlan, sequences: Sequence[PlannedSequence], logits: torch.Tensor, without: Set[int]

@@ -250,9 +250,9 @@ def _halves(blocks: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     return blocks[..., begin:end].contiguous().view(torch.float16)
 
 
-def _two_halves(octets: torch.Tensor) -> torch.Tensor:
-    """Return codes of 4 bits: those in low bits of all bytes, then those in high bits."""
-    return torch.cat((octets & 15, octets >> 4), dim=-1)
+def _decode_q4_0(blocks: torch.Tensor) -> Codes:
+    octets = blocks[..., 2:]  # codes of 4 bits: those in low bits of all bytes, then those in high bits
+    return _codes("int4", 32, torch.cat((octets & 15, octets >> 4), dim=-1), _halves(blocks, 0, 2), None)
 
 
 def _codes(numbers: str, group: int, codes: torch.Tensor, scales: torch.Tensor, shifts: torch.Tensor | None) -> Codes:
@@ -264,14 +264,6 @@ def _codes(numbers: str, group: int, codes: torch.Tensor, scales: torch.Tensor, 
         scales=scales.flatten(1),
         shifts=None if shifts is None else shifts.flatten(1),
     )
-
-
-def _decode_q8_0(blocks: torch.Tensor) -> Codes:
-    return _codes("int8", 32, blocks[..., 2:] ^ 128, _halves(blocks, 0, 2), None)
-
-
-def _decode_q4_0(blocks: torch.Tensor) -> Codes:
-    return _codes("int4", 32, _two_halves(blocks[..., 2:]), _halves(blocks, 0, 2), None)
 
 
 def _six_bits(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -313,7 +305,7 @@ def _decode_q6_k(blocks: torch.Tensor) -> Codes:
 
 
 _BLOCKS: Mapping[str, tuple[int, Callable[[torch.Tensor], Codes]]] = {
-    "Q8_0": (34, _decode_q8_0),
+    "Q8_0": (34, lambda blocks: _codes("int8", 32, blocks[..., 2:] ^ 128, _halves(blocks, 0, 2), None)),
     "Q4_0": (18, _decode_q4_0),
     "Q4_K": (144, _decode_q4_k),
     "Q5_K": (176, _decode_q5_k),

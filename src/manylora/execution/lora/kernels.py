@@ -59,7 +59,8 @@ def apply_grouped(x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None
     kernels = compiled_for(x)
     if kernels is None:
         for part in parts.parts:
-            _apply(x[part.start : part.stop], out[part.start : part.stop], part.weights)
+            shrunk = _shrink(x[part.start : part.stop], part.weights)
+            _expand(shrunk, out[part.start : part.stop], part.weights)
         return
     kernels.add_lora(x.contiguous(), out, group_tables(kernels, parts))
 
@@ -129,10 +130,6 @@ def _sum_over(workers: Collectives, shrunk: Sequence[torch.Tensor]) -> list[torc
     flat = workers.sum(torch.cat([sums.flatten() for sums in shrunk]), LORA)
     parts = flat.split([sums.numel() for sums in shrunk])
     return [part.view_as(sums) for part, sums in zip(parts, shrunk, strict=True)]
-
-
-def _apply(x: torch.Tensor, out: torch.Tensor, weights: ResidentGroup) -> None:
-    _expand(_shrink(x, weights), out, weights)
 
 
 def _expand(shrunk: torch.Tensor, out: torch.Tensor, weights: ResidentGroup) -> None:

@@ -81,7 +81,8 @@ class Precision:
 
     def keep_table(self, stored: Stored) -> Kept:
         """Return an embedding as it is kept: in 16 bits where it is stored in fewer than 32, or others are kept so."""
-        if self.is_by_row or self.base == "float32" or (self.base == "stored" and is_float32(stored)):
+        is_wide = isinstance(stored, torch.Tensor) and stored.dtype not in _SIXTEEN  # in 32 bits or more
+        if self.is_by_row or self.base == "float32" or (self.base == "stored" and is_wide):
             return self.keep_numbers(stored)
         weight = self.keep_numbers(stored) if isinstance(stored, Codes) else stored
         if self.base in ("bfloat16", "float16"):
@@ -172,11 +173,6 @@ def round_to_codes(weight: torch.Tensor, numbers: str) -> Codes:
     codes = torch.empty(num_out, num_in, dtype=torch.uint8)
     round_weights(bits, group, scales.float().numpy(), 128 if is_8 else 8, codes.numpy())
     return Codes(numbers=numbers, codes=codes, group=group, scales=scales)
-
-
-def is_float32(stored: Stored) -> bool:
-    """Return whether a weight is stored as numbers of 32 bits or more."""
-    return isinstance(stored, torch.Tensor) and stored.dtype not in _SIXTEEN
 
 
 def _halved(scales: torch.Tensor, group: int) -> torch.Tensor:

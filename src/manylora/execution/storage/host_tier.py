@@ -102,11 +102,6 @@ class PinnedMemory:
         self._free: list[tuple[int, int, int]] = []  # chunk, first byte and one past the last, in order
         self._freed: deque[tuple[int, int, int]] = deque()
 
-    @classmethod
-    def of_torch(cls) -> PinnedMemory:
-        """Return memory that torch asks the driver for."""
-        return cls(partial(torch.empty, dtype=torch.uint8, pin_memory=True))
-
     def empty_like(self, source: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the shape and type of ``source``, not initialised."""
         num_bytes = -(-source.nbytes // ALIGN_BYTES) * ALIGN_BYTES
@@ -152,7 +147,7 @@ class HostTier:
     ) -> None:
         self._settle = settle
         self._directory = directory
-        self._pinned = PinnedMemory.of_torch() if is_pinned else None
+        self._pinned = PinnedMemory(partial(torch.empty, dtype=torch.uint8, pin_memory=True)) if is_pinned else None
         self._lock = threading.Lock()
         self._adapters: dict[AdapterKey, HostAdapter] = {}
 

@@ -126,7 +126,7 @@ class KeptImages:
             return None
         memory = own_memory(version.host_bytes)
         try:
-            self._move(_read, kept.blocks, memoryview(memory))
+            self._move(lambda file, part, at: os.preadv(file, [part], at), kept.blocks, memoryview(memory))
             fault = None if _sum(memory) == kept.sum else "another sum"
         except OSError as error:
             fault = str(error)
@@ -205,10 +205,6 @@ class KeptImages:
 
     def _forget(self, key: AdapterKey) -> None:
         self._free += self._kept.pop(key).blocks
-
-
-def _read(descriptor: int, memory: memoryview, at: int) -> int:
-    return os.preadv(descriptor, [memory], at)
 
 
 def _sum(memory: mmap.mmap | NDArray[np.uint8]) -> int:

@@ -33,7 +33,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import TYPE_CHECKING
@@ -41,7 +40,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from manylora.core.adapters.layout import AdapterLayout, Replacements, Vectors, lay_out
+from manylora.core.adapters.layout import lay_out
 from manylora.core.adapters.packed import PackedAdapter, image_of
 from manylora.core.adapters.sources import is_url, pinned
 from manylora.core.errors import AdapterError, AdapterUnavailable, CapacityError
@@ -93,7 +92,6 @@ class ReaderProcess:
         self._registry: subprocess.Popen[bytes] | None = None
         self._slow_s = 0.0  # time of checks that timed out
         self._is_closed = False
-        self._lay_out = lru_cache(maxsize=256)(self._lay_out_again)
 
     def start(self) -> None:
         """Start the process, which takes a quarter of a second, without waiting for it."""
@@ -116,12 +114,16 @@ class ReaderProcess:
         with self._lock:
             while len(found) < len(adapters):
                 pipe = self._running()
-                limit_s = self._check_limit_s()
+                # A header has less time once headers have taken much of this engine's.
+                limit_s = min(CHECK_S if self._slow_s < SLOW_CHECKS_S else HURRIED_CHECK_S, self._settings.limit_s)
                 try:
                     ask(pipe, Check(adapters[len(found) :], is_each), limit_s)
                     self._receive(pipe)  # it runs
                     while len(found) < len(adapters):
-                        self._take_checked(receive(pipe, limit_s), adapters[len(found) :], found)
+                        answer, asked = receive(pipe, limit_s), adapters[len(found) :]
+                        if not isinstance(answer, Checked) or not 0 < len(answer.shape_of) <= len(asked):
+                            raise OSError("its answer is malformed")
+                        found += _versions(answer, asked[: len(answer.shape_of)])
                 except OSError as error:
                     if isinstance(error, TimeoutError):
                         self._slow_s += limit_s
@@ -244,18 +246,6 @@ class ReaderProcess:
     def _receive(self, pipe: Connection) -> Answer:
         return receive(pipe, self._settings.limit_s)
 
-    def _check_limit_s(self) -> float:
-        """Return the time for the next header: less, once headers have taken much of this engine's time."""
-        limit_s = CHECK_S if self._slow_s < SLOW_CHECKS_S else HURRIED_CHECK_S
-        return min(limit_s, self._settings.limit_s)
-
-    def _take_checked(
-        self, answer: Answer, asked: Sequence[tuple[str, str]], found: list[AdapterVersion | AdapterError]
-    ) -> None:
-        if not isinstance(answer, Checked) or not 0 < len(answer.shape_of) <= len(asked):
-            raise OSError("its answer is malformed")
-        found += _versions(answer, asked[: len(answer.shape_of)])
-
     def _lost(self, name: str, path: str, error: OSError, limit_s: float | None = None) -> AdapterError:
         """Stop a process that does not answer, and return the error for the adapter that it read."""
         self._stop()
@@ -307,16 +297,10 @@ class ReaderProcess:
 
     def _take_image(self, packed: Packed, descriptor: int) -> PackedAdapter:
         """Map an image; the descriptor is closed."""
-        layout = self._lay_out(packed.ranks, packed.dtype, packed.vectors, packed.replaced)
-        page = self._settings.base.page
+        base, page = self._settings.base, self._settings.base.page
+        layout = lay_out(dict(packed.ranks), base, packed.dtype, packed.vectors, packed.replaced)  # as in the process
         memory = _map(descriptor, layout.num_pages * page.num_bytes)
         return PackedAdapter(packed.version, layout, image_of(memory, layout, page))
-
-    def _lay_out_again(
-        self, ranks: tuple[tuple[str, int], ...], dtype: str, vectors: Vectors, replaced: Replacements
-    ) -> AdapterLayout:
-        """Repeat the process's layout, a pure function; adapters of one shape share the result."""
-        return lay_out(dict(ranks), self._settings.base, dtype, vectors, replaced)
 
 
 def _identity(folder: str) -> tuple[int, int] | None:

@@ -191,12 +191,9 @@ def widen(builder: Any, dtype: Any, bits: Any, lanes: int | None = None) -> Any:
     """Return ``bits`` of numba's type ``dtype`` as float32: ``lanes`` numbers in a vector, or one number."""
     word: Any = ir.IntType(32) if lanes is None else ir.VectorType(ir.IntType(32), lanes)
     real: Any = ir.FloatType() if lanes is None else ir.VectorType(ir.FloatType(), lanes)
-    convert = {types.float32: _same, types.uint16: _from_bfloat16, types.int16: _from_float16}[dtype]
-    return convert(builder, bits, word, real)
-
-
-def _same(builder: Any, value: Any, word: Any, real: Any) -> Any:
-    return value
+    if dtype == types.float32:
+        return bits
+    return {types.uint16: _from_bfloat16, types.int16: _from_float16}[dtype](builder, bits, word, real)
 
 
 def _from_bfloat16(builder: Any, bits: Any, word: Any, real: Any) -> Any:

@@ -28,15 +28,11 @@ _WORDS = ir.VectorType(ir.IntType(32), LANES)
 _HALVES = ir.VectorType(ir.IntType(16), LANES)
 
 
-def _shift(numbers: str, place: int) -> int:
-    """Return the first bit of an input in its word: of 4 bits, the low halves of all bytes come first."""
-    bits = BITS[numbers]
-    return bits * place if bits > 4 else 8 * (place % 4) + 4 * (place // 4)
-
-
 def _convert(context: Any, builder: Any, numbers: str, word: Any, place: int, table: Any) -> Any:
     """Return a vector of float32 from input ``place`` of a vector of words."""
-    shift, bits = _shift(numbers, place), BITS[numbers]
+    bits = BITS[numbers]
+    # The first bit of the input in its word: of 4 bits, the low halves of all bytes come first.
+    shift = bits * place if bits > 4 else 8 * (place % 4) + 4 * (place // 4)
     moved = builder.lshr(word, ir.Constant(_WORDS, [shift] * LANES)) if shift else word
     if bits == 16:
         kind = types.uint16 if numbers == "bfloat16" else types.int16
