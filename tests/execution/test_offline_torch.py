@@ -128,7 +128,7 @@ def test_planning_ahead_changes_no_token(
         prompts, adapter, sampling = (list(column) for column in zip(*jobs, strict=True))
         return [made.token_ids for made in one.generate(prompts, adapter=adapter, sampling=sampling)]
 
-    monkeypatch.setattr("manylora.core.engine.steps.in_flight.plan_at", lambda began_at, expected_s: began_at)
+    monkeypatch.setattr("manylora.core.engine.steps.plan_ahead.plan_at", lambda began_at, expected_s: began_at)
     options = {"num_pages": 200, "max_num_batched_tokens": 64, "max_num_seqs": 6}
     awaited = 0
 

@@ -7,7 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manylora.core.engine.adapters.traffic import INTERVAL_S, THRESHOLD, Traffic
+from manylora.core.engine.adapters.forecast import INTERVAL_S, THRESHOLD, Traffic
 from manylora.core.types import AdapterKey
 
 BUSY, RARE, NEW = AdapterKey("busy"), AdapterKey("rare"), AdapterKey("new")

@@ -27,9 +27,9 @@ from manylora.lab.sim.setup import Setup
 from manylora.lab.workloads import AdapterSet, WorkloadSpec
 from manylora.lab.workloads.arrivals import ArrivalProcess, PoissonArrivals, ReplayArrivals, StepArrivals
 from manylora.lab.workloads.callers import AzureFunctions2019, GammaCallers
-from manylora.lab.workloads.conversations import Conversations
 from manylora.lab.workloads.lengths import ExponentialTokens, FixedTokens, ParametricLengths
 from manylora.lab.workloads.popularity import TurnTaking
+from manylora.lab.workloads.spec import Conversations
 
 STEP_S = 0.1
 

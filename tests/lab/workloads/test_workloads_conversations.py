@@ -11,8 +11,8 @@ from manylora.core.errors import ConfigError
 from manylora.lab.sim.run.contents import PromptMaker
 from manylora.lab.workloads import AdapterSet, RequestSpec, WorkloadSpec, make_workload
 from manylora.lab.workloads.arrivals import PoissonArrivals
-from manylora.lab.workloads.conversations import Conversations
 from manylora.lab.workloads.lengths import ExponentialTokens, FixedTokens, ParametricLengths, TokenBounds
+from manylora.lab.workloads.spec import Conversations
 
 SPEC = WorkloadSpec(
     arrivals=PoissonArrivals(rate=1.0),

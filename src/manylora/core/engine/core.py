@@ -30,12 +30,11 @@ from manylora.core.engine.adapters.loader import make_loader
 from manylora.core.engine.adapters.prefetch import Prefetcher
 from manylora.core.engine.adapters.registry import AdapterRegistry
 from manylora.core.engine.answers import Answers
-from manylora.core.engine.integrity import check_integrity
 from manylora.core.engine.queue_wait import QueueWait
-from manylora.core.engine.snapshot import take_snapshot
+from manylora.core.engine.snapshot import check_integrity, take_snapshot
 from manylora.core.engine.status import EngineStats, Telemetry
 from manylora.core.engine.steps.admission import Admission
-from manylora.core.engine.steps.in_flight import Step, StepsInFlight
+from manylora.core.engine.steps.plan_ahead import Step, StepsInFlight
 from manylora.core.engine.steps.planner import StepPlanner
 from manylora.core.engine.steps.running import LateSequences, RunningSet
 from manylora.core.errors import RequestError

@@ -7,7 +7,7 @@ name, so the model builds no mask and passes every layer's q, k, v to us. The st
 Transformers rotates queries and keys (RoPE) in ten small operations before it calls attention. Kernels that read q and
 k can rotate them as well, given the angles. An unrotated tensor carries its angles::
 
-    q, k  ->  fusion.rotation    ->  Unrotated(q), Unrotated(k)  ->  AttentionCall.rotation  ->  kernels
+    q, k  ->  fusion.layers      ->  Unrotated(q), Unrotated(k)  ->  AttentionCall.rotation  ->  kernels
 
 Any operation on such a tensor returns a plain one. So a model that changes q after rotating it is detected: its
 attention gets a query without a rotation.

@@ -1,4 +1,4 @@
-"""Decoder layers in fewer launches: norms, gated feed-forwards, and each sum with the norm behind it.
+"""Decoder layers in fewer launches: norms, rotations, gated feed-forwards, and each sum with the norm behind it.
 
 ::
 
@@ -13,19 +13,27 @@ result. A norm that gets another tensor computes its own.
 
 Nearly all families compute ``down(act(gate(x)) * up(x))``, some with gate and up in one linear. The activation is found
 by comparing results. A module that computes anything else keeps its own forward.
+
+Attention modules leave the rotation of q and k to the kernels that read them. A module's forward calls
+``apply_rotary_pos_emb`` and then our attention: it is replaced by a copy of its own code in which that name returns q
+and k unchanged, with the angles attached. No class of transformers is changed and no forward is written anew. Families
+with another rotation (interleaved pairs, or an operation on q afterwards) fail the comparison and keep their own.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
+from inspect import unwrap
+from types import FunctionType, MethodType
+from typing import Any
 
 import torch
 from torch import nn
 
-from manylora.execution.attention.call import attending
+from manylora.execution.attention.call import Rotation, Unrotated, attending, rotate
 from manylora.execution.fusion.replace import TOLERANCE, Echo, SeenCall, agree, try_forward, watch_calls
-from manylora.execution.fusion.rotation import defer_rotations
 from manylora.execution.kernels.triton.support import power_of_two
 from manylora.execution.lora.vectors import AdaptedNumbers
 
@@ -274,3 +282,68 @@ def _fuse_gate(module: nn.Module, seen: SeenCall) -> bool:
 def _is_gated(module: nn.Module) -> bool:
     children = dict(module.named_children())
     return "down_proj" in children and ("gate_up_proj" in children or {"gate_proj", "up_proj"} <= children.keys())
+
+
+_ROTATE = "apply_rotary_pos_emb"
+
+
+@torch.inference_mode()
+def defer_rotations(calls: Mapping[nn.Module, SeenCall]) -> int:
+    """Change attention modules in place to defer their rotation, given recorded calls; return their number."""
+    copies: dict[FunctionType, FunctionType] = {}
+    count = 0
+    for module, seen in calls.items():
+        forward = unwrap(type(module).forward)  # from decorators that rename arguments
+        if not isinstance(forward, FunctionType):
+            continue
+        if _ROTATE not in forward.__code__.co_names or _ROTATE not in forward.__globals__:
+            continue
+        if forward not in copies:
+            copies[forward] = _without_rotation(forward)
+        count += _try_rotation(module, seen, MethodType(copies[forward], module))
+    return count
+
+
+def _try_rotation(module: nn.Module, seen: SeenCall, forward: MethodType) -> bool:
+    """Set the module's ``forward`` if attention gets the same arguments; return whether the rotation is deferred."""
+    echo = Echo()
+
+    def outcome() -> list[torch.Tensor]:
+        echo.calls.clear()
+        with attending(echo):
+            module(*seen.args, **seen.kwargs)
+        return [
+            tensor
+            for call in echo.calls
+            for tensor in (rotate(call.query, call.rotation), rotate(call.key, call.rotation), call.value)
+        ]
+
+    return try_forward(module, forward, outcome) and all(call.rotation is not None for call in echo.calls)
+
+
+def _without_rotation(forward: FunctionType) -> FunctionType:
+    """Return ``forward`` with its call of the rotation deferred."""
+    names = {**forward.__globals__, _ROTATE: partial(_defer, forward.__globals__[_ROTATE])}
+    copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
+
+
+def _defer(apply: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace ``apply(q, k, cos, sin)``; call it for any other arguments."""
+    if len(args) != 4 or kwargs:
+        return apply(*args, **kwargs)
+    query, key, cos, sin = args
+    is_plain = (
+        query.ndim == key.ndim == 4
+        and query.shape[0] == key.shape[0] == 1
+        and cos.shape == sin.shape == (1, query.shape[2], cos.shape[-1])
+        and cos.shape[-1] <= query.shape[3]
+        and cos.shape[-1] % 2 == 0
+        and cos.stride() == sin.stride()
+        and cos.stride(2) == 1
+    )
+    if not is_plain:
+        return apply(query, key, cos, sin)
+    rotation = Rotation(cos[0], sin[0])
+    return Unrotated.of(query, rotation), Unrotated.of(key, rotation)

@@ -12,7 +12,7 @@ Three rules keep a wrong guess harmless:
 * *It claims only pages that sequences ahead will not need.* Pages come from free and idle pages (never from adapters
   that are wanted or in use), less the KV and adapter pages that the sequences before it in line need.
 * *It never evicts an item worth more than itself.* An adapter that a request waits for is certain to be used, an idle
-  item is not. One that is only forecast (``forecast.py``, ``traffic.py``, off by default) is priced by the same rule as
+  item is not. One that is only forecast (``forecast.py``, off by default) is priced by the same rule as
   the items it would displace, and only while no request waits.
 
 Adapters that were registered without their weights are read in the background, while the reader has nothing else to do.
@@ -32,10 +32,9 @@ from dataclasses import InitVar, dataclass
 
 from manylora.core.config import AdapterConfig
 from manylora.core.engine.adapters.cache import AdapterCache
-from manylora.core.engine.adapters.forecast import Forecast
+from manylora.core.engine.adapters.forecast import Forecast, Traffic
 from manylora.core.engine.adapters.loader import AdapterLoader
 from manylora.core.engine.adapters.residency import TierState
-from manylora.core.engine.adapters.traffic import Traffic
 from manylora.core.engine.status import Counters
 from manylora.core.memory import Depth, PageCache, num_blocks
 from manylora.core.scheduling import Policy, StepComposition
