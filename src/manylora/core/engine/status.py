@@ -51,9 +51,31 @@ class ColdStartStatus:
     correction: float  # factor on the predicted delay, from predictions that were wrong; 1 at the start
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """Gauges and counters of one engine; counters are since start."""
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """Events since the start of an engine; each is counted where it happens."""
+
+    num_loads: int = 0  # host to device copies completed
+    num_disk_loads: int = 0  # disk to host reads completed by the engine
+    num_evictions: int = 0  # adapters dropped from the device for room
+    num_prefix_evictions: int = 0  # prefix pages dropped for room
+    num_preemptions: int = 0  # sequences pre-empted because memory was short
+    num_squashes: int = 0  # sequences pre-empted for one that they had passed
+    num_steps: int = 0
+    num_prompt_tokens: int = 0  # prompt tokens of admitted requests
+    num_cached_tokens: int = 0  # of these, the tokens that the prefix cache held
+    num_generated_tokens: int = 0
+    num_answers: int = 0  # requests that ended with a stop token or string, or at their limit
+    num_answer_tokens: int = 0  # their generated tokens
+    num_adapter_requests: int = 0  # requests for an adapter
+    num_adapter_hits: int = 0  # of these, the requests that found it on the device when it was first looked up
+    num_not_activated: int = 0  # requests whose prompt lacks the tokens that activate their adapter: the base answered
+    num_prefetches: int = 0  # loads started before the admission of their sequences
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineStats(Counters):
+    """Gauges and counters of one engine at one time."""
 
     num_running: int
     num_waiting: int
@@ -70,25 +92,9 @@ class EngineStats:
     host_bytes: int
     running_adapters: tuple[str, ...]  # names of adapters with running requests, sorted
     waiting_adapters: tuple[str, ...]  # names of adapters with waiting requests, sorted
-    num_loads: int  # host to device copies completed
-    num_disk_loads: int  # disk to host reads completed by the engine
-    num_evictions: int  # adapters dropped from the device for room
-    num_prefix_evictions: int  # prefix pages dropped for room
-    num_preemptions: int  # sequences pre-empted because memory was short
-    num_steps: int
-    num_prompt_tokens: int  # prompt tokens of admitted requests
-    num_cached_tokens: int  # of these, the tokens that the prefix cache held
-    num_generated_tokens: int
-    num_adapter_requests: int  # requests for an adapter
-    num_adapter_hits: int  # of these, the requests that found it on the device when it was first looked up
-    num_not_activated: int = 0  # requests whose prompt lacks the tokens that activate their adapter: the base answered
-    num_squashes: int = 0  # sequences pre-empted for one that they had passed
-    num_prefetches: int = 0  # loads started before the admission of their sequences
     num_failed: int = 0  # versions whose weights could not be read
     num_only_host: int = 0  # versions whose highest tier is the host
     num_only_disk: int = 0  # versions that are only on disk
-    num_answers: int = 0  # requests that ended with a stop token or string, or at their limit
-    num_answer_tokens: int = 0  # their generated tokens
     resident_adapters: tuple[str, ...] = ()  # names of adapters on the device, sorted
     fits: tuple[StepFit, ...] = ()  # step-time models fitted to this engine's steps; none before enough steps
     queues: tuple[QueueStatus, ...] = ()  # the policy's queues, smallest requests first
@@ -99,28 +105,6 @@ class EngineStats:
 
 
 _forget = deque[Event](maxlen=0).append  # without a sink, emitting is not even a call of Python
-
-
-@dataclass(slots=True)
-class Counters:
-    """Events since the start, by the names of ``EngineStats``; each is counted where it happens."""
-
-    num_steps: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_answers: int = 0
-    num_answer_tokens: int = 0
-    num_adapter_requests: int = 0
-    num_adapter_hits: int = 0
-    num_not_activated: int = 0
-    num_loads: int = 0
-    num_disk_loads: int = 0
-    num_evictions: int = 0
-    num_prefix_evictions: int = 0
-    num_prefetches: int = 0
-    num_preemptions: int = 0
-    num_squashes: int = 0
 
 
 class Telemetry:
