@@ -32,6 +32,8 @@ KINDS: Mapping[str, tuple[type[PeftConfig], dict[str, Any]]] = {
     "lokr-both": (LoKrConfig, {"r": 2, "alpha": 4, "decompose_both": True, "decompose_factor": 8}),
     "ia3": (IA3Config, {}),
     "norms": (LoraConfig, {"r": 2, "lora_alpha": 2}),
+    # Its weight is square, and stored transposed.
+    "whole": (LoraConfig, {"r": 2, "lora_alpha": 2, "bias": "all", "modules_to_save": ["0.attn.c_proj"]}),
     "float8": (LoraConfig, {"r": 8, "lora_alpha": 8}),
 }
 
@@ -49,6 +51,7 @@ def kinds_of(architecture: str) -> tuple[str, ...]:
         for kind in KINDS
         if (kind not in ("bias-all", "bias-lora-only") or architecture in _BIASED)
         and (kind != "tokens-ends" or architecture not in _TIED)
+        and (kind != "whole" or architecture == "gpt2")
         and (kind != "ia3" or architecture != "deepseek_v3")  # its layers end with experts, which PEFT takes for one
         and (not kind.startswith(("loha", "lokr")) or architecture != "gpt2")  # of linears alone, in PEFT
     )
@@ -59,7 +62,12 @@ def make_kinds(architecture: str, model_path: Path, path: Path) -> dict[str, Pat
     attention, mlp = _MODULES.get(architecture, _MODULES["llama"])
     embedding = "wte" if architecture in ("gptj", "gpt2") else "embed_tokens"
     every = list(dict.fromkeys(attention + mlp))
-    targets = {"dora-ends": [embedding, "lm_head", attention[-1]], "bias-all": [attention[0], mlp[-1]], "vera": every}
+    targets = {
+        "dora-ends": [embedding, "lm_head", attention[-1]],
+        "bias-all": [attention[0], mlp[-1]],
+        "vera": every,
+        "whole": [mlp[0]],
+    }
     folders, base = {}, _load(model_path)
     for seed, kind in enumerate(kinds_of(architecture)):
         make, options = KINDS[kind]
@@ -78,7 +86,8 @@ def make_kinds(architecture: str, model_path: Path, path: Path) -> dict[str, Pat
                 _draw(name, parameter, kind)
             if kind == "adalora":
                 _mask(tuned)
-            tuned.save_pretrained(path / kind, save_embedding_layers=False)
+            with_copies = kind == "tokens-ends" or (kind == "tokens" and architecture in ("gemma2", "gpt2"))
+            tuned.save_pretrained(path / kind, save_embedding_layers=with_copies)
         if kind == "float8":
             file = path / kind / "adapter_model.safetensors"
             formats = (torch.float8_e4m3fn, torch.float8_e5m2)

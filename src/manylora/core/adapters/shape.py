@@ -65,6 +65,7 @@ class TargetModule:
     group: str  # name of the group, unique in the model
     offset: int  # first column of the module's output in the group's
     has_bias: bool = field(default=False, repr=False)  # whether the base adds one to its output; not in fingerprints
+    is_transposed: bool = field(default=False, repr=False)  # whether its weight is stored as [in, out] (GPT-2)
     token_axis: int = field(default=1, repr=False)  # axis of the tokens in a norm's output
     # Experts, each with a pair of its own; the pairs lie one behind the other as one of their ranks together.
     num_experts: int = field(default=1, repr=False)

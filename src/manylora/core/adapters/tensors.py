@@ -43,9 +43,13 @@ __all__ = [
 PREFIX = "base_model.model."
 MAX_TENSORS = 200_000
 
-# With LoRA on the embedding or the head PEFT also stores the frozen matrix of the base.
-_BASE_COPY = re.compile(r"base_model\.model\.(?P<module>.+)\.base_layer\.weight")
+# With LoRA, or trained tokens, on the embedding or the head PEFT also stores the frozen matrix of the base.
+_BASE_COPY = re.compile(r"base_model\.model\.(?P<module>.+?)(?:\.token_adapter)?\.base_layer\.weight")
 
+_UNNAMED = (
+    "which modules_to_save does not name: of a resized vocabulary, which is not served, or a copy of the base's, which "
+    "save_pretrained(..., save_embedding_layers=False) leaves out"
+)
 _FOREIGN_KEYS = (
     ("lora_magnitude_vector", "a DoRA magnitude vector, but use_dora is not set"),
     ("modules_to_save", "a fully trained module, which modules_to_save does not name"),
@@ -53,8 +57,8 @@ _FOREIGN_KEYS = (
     ("trainable_tokens", "a trained token, but trainable_token_indices is not set"),
     (".lora_B.bias", "a trained bias in lora_B, but lora_bias is not set"),
     (".bias", "a trained bias, but bias is 'none'"),
-    ("embed_tokens.weight", "a full embedding matrix (a resized vocabulary?), which modules_to_save does not name"),
-    ("lm_head.weight", "a full output head (a resized vocabulary?), which modules_to_save does not name"),
+    ("embed_tokens.weight", f"a full embedding matrix, {_UNNAMED}"),
+    ("lm_head.weight", f"a full output head, {_UNNAMED}"),
 )
 
 FLOAT_DTYPES: Mapping[str, np.dtype[Any]] = {

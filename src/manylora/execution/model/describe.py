@@ -124,7 +124,8 @@ def _targets(
     elif name not in probe.inputs and name != probe.head:
         return
     elif type(module) is nn.Linear:
-        yield "", ModuleKind.LINEAR, sizes(module.in_features, module.out_features)
+        is_transposed = getattr(module, "is_transposed", False)
+        yield "", ModuleKind.LINEAR, sizes(module.in_features, module.out_features, is_transposed=is_transposed)
     elif module is embedding and isinstance(module, nn.Embedding):
         yield "", ModuleKind.EMBEDDING, sizes(module.num_embeddings, module.embedding_dim)
 

@@ -231,6 +231,7 @@ def _make_linears(model: nn.Module) -> None:
         if isinstance(module, Conv1D):
             linear = nn.Linear(module.nx, module.nf, device="meta")
             linear.weight, linear.bias = nn.Parameter(module.weight.t()), module.bias
+            linear.is_transposed = True  # type: ignore[assignment]  # in files
             model.set_submodule(name, linear)
 
 

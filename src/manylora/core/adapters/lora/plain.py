@@ -28,7 +28,13 @@ from manylora.core.adapters.lora.experts import (
     name_parameters,
     parameter_of,
 )
-from manylora.core.adapters.lora.replaced import check_replaced, of_every_head, trained_tokens, trained_weight
+from manylora.core.adapters.lora.replaced import (
+    check_replaced,
+    of_every_head,
+    token_ids,
+    trained_tokens,
+    trained_weight,
+)
 from manylora.core.adapters.lora.settings import LoraSettings, parse_lora
 from manylora.core.adapters.lora.targeting import Targeting
 from manylora.core.adapters.shape import BaseShape, ModuleKind
@@ -61,6 +67,8 @@ _LORA_BIAS = rf"|(?P<lora_bias>lora_B{_NAMED}\.bias)"
 _BIAS = rf"|(?P<bias>(?:base_layer\.|modules_to_save{_NAMED}\.)?bias)"
 # Of a base's own weight, which PEFT stores beside LoRA of it, the key ends in ``base_layer.weight``.
 _SAVED = rf"|(?P<saved>(?:modules_to_save{_NAMED}\.)?(?<!\.base_layer\.)weight)"
+# With ``bias: all`` PEFT stores the biases of a module that was trained whole again, and the one of the base's module.
+_OWN_BIAS = re.compile(rf"(?P<module>.+)\.(?:original_module|modules_to_save{_NAMED})\.bias")
 _TOKENS = rf"|(?P<tokens>token_adapter\.trainable_tokens_delta{_NAMED})"
 
 
@@ -110,10 +118,14 @@ class PlainSettings(NamedSettings):
         targeting, located, missing = locate_modules(self.name, self.settings, self._gather(tensors), base, _ALONE)
         weights = []
         for one in located:
+            is_tied = one.module.name == base.tied_head and token_ids(one, self.settings) is None
+            if is_tied and one.parts.keys() == {"tokens"}:  # the embedding's, stored again
+                continue
             weights.append(self._weights(one, targeting))
-            copy = tensors.get(f"{PREFIX}{one.stored_name}.base_layer.weight")
-            if copy is not None:
-                _check_copy(self.name, one, copy)
+            for wrapper in ("", ".token_adapter"):
+                copy = tensors.get(f"{PREFIX}{one.stored_name}{wrapper}.base_layer.weight")
+                if copy is not None:
+                    _check_copy(self.name, one, copy)
         check_missing(self.name, missing)
         if (last := max(self.invocation, default=0)) >= base.vocab_size:
             raise AdapterError(
@@ -129,6 +141,9 @@ class PlainSettings(NamedSettings):
         forms = _PAIR + _DORA * settings.use_dora + _LORA_BIAS * settings.lora_bias
         forms += _BIAS * (settings.bias != "none" or bool(settings.saved)) + _TOKENS * bool(settings.tokens)
         forms += _SAVED * bool(settings.saved)
+        if settings.saved and settings.bias != "none":
+            twice = {key for key in tensors if (of := _OWN_BIAS.fullmatch(key)) and f"{of['module']}.bias" in tensors}
+            tensors = {key: tensor for key, tensor in tensors.items() if key not in twice}
         modules = gather_parts(self.name, tensors, re.compile(rf"base_model\.model\.(?P<module>.+?)\.(?:{forms})"))
         for module, parts in modules.items():
             halves = {part for part in parts if part not in (*_ALONE, "lora_bias", "magnitude")}

@@ -36,7 +36,7 @@ from manylora.core.adapters.tensors import (
 )
 from manylora.core.errors import AdapterError, WeightsMissing
 
-__all__ = ["check_replaced", "of_every_head", "trained_tokens", "trained_weight"]
+__all__ = ["check_replaced", "of_every_head", "token_ids", "trained_tokens", "trained_weight"]
 
 
 def trained_tokens(name: str, one: Located, settings: LoraSettings) -> ModuleWeights:
@@ -45,7 +45,7 @@ def trained_tokens(name: str, one: Located, settings: LoraSettings) -> ModuleWei
     ``AdapterError`` if the settings do not name the module, or the tokens do not go with it.
     """
     module, where = one.module, f"module {one.stored_name!r}"
-    ids = next((ids for at, ids in settings.tokens if _is_named(at, one)), None)
+    ids = token_ids(one, settings)
     if ids is None:
         raise AdapterError(name, f"{where} has trained tokens, but is not named by trainable_token_indices")
     vocab, hidden = module.in_features, module.out_features
@@ -55,6 +55,11 @@ def trained_tokens(name: str, one: Located, settings: LoraSettings) -> ModuleWei
         raise AdapterError(name, f"trainable_token_indices has {max(ids)}, the base has {vocab} tokens")
     rows = check_tensor(name, f"trainable_tokens_delta of {where}", one.parts["tokens"], (len(ids), hidden))
     return _rows_in_place(module, ids, rows)
+
+
+def token_ids(one: Located, settings: LoraSettings) -> tuple[int, ...] | None:
+    """Return the trained tokens of a module, ``None`` if the settings do not name it."""
+    return next((ids for at, ids in settings.tokens if _is_named(at, one)), None)
 
 
 def trained_weight(name: str, one: Located, settings: LoraSettings) -> ModuleWeights:
@@ -76,9 +81,10 @@ def trained_weight(name: str, one: Located, settings: LoraSettings) -> ModuleWei
         a = FoldedTensor((module.out_features, module.in_features), (weight,), np.transpose)
         b = _identity(module.out_features)
         return ModuleWeights(module, module.out_features, 1.0, a, b, replaces=Replaced.WEIGHT)
-    check_tensor(name, f"the weight of {where}", weight, (module.out_features, module.in_features))
-    a = _identity(module.in_features)
-    return ModuleWeights(module, module.in_features, 1.0, a, weight, replaces=Replaced.WEIGHT)
+    shape = (module.out_features, module.in_features)
+    check_tensor(name, f"the weight of {where}", weight, shape[::-1] if module.is_transposed else shape)
+    new: Tensor = FoldedTensor(shape, (weight,), np.transpose) if module.is_transposed else weight
+    return ModuleWeights(module, module.in_features, 1.0, _identity(module.in_features), new, replaces=Replaced.WEIGHT)
 
 
 def check_replaced(
