@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manylora.functions.decisions.batching import RATE_WINDOW_S, FirstTokenFit, FirstTokenTime, RequestRate
+from manylora.functions.decisions.batching import RATE_WINDOW_S, BatchTimes, FirstTokenFit, FirstTokenTime, RequestRate
 from manylora.functions.decisions.billing import PLATFORM, MachineState, PriceList, Usage, UsageMeter
 from manylora.functions.decisions.keeping import IdleGaps, num_devices_worth
 from manylora.functions.decisions.placement import HoldingCost, Wanted, revise_holding
@@ -38,6 +38,19 @@ def test_the_time_of_a_batch_is_learned_from_batches() -> None:
         fit.observe(size, 0.2 + 0.05 * (size - 1))
     assert fit.time.single_s == pytest.approx(0.2)
     assert fit.time.each_s == pytest.approx(0.05)
+
+
+def test_a_batch_whose_request_ends_without_a_token_is_not_timed() -> None:
+    times = BatchTimes(2.0, 16)
+    for now in range(2):  # the first of a process is not learned from
+        times.begin(now, 2, 1)
+        times.note(now + 0.2, 2)
+    known = times.window.time
+    times.begin(2.0, 2, 1)
+    times.note(2.1, 1)
+    times.note(2.1, 0, 1)
+    times.note(60.0, 1)  # of a request that came later
+    assert times.window.time == known
 
 
 def test_rates_fade() -> None:

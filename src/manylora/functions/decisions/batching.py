@@ -168,8 +168,13 @@ class BatchTimes:
         """Note that a batch leaves for an engine that works on no other request."""
         self._batch = now, size, size, num_batches
 
-    def note(self, now: float, num_first_tokens: int) -> float | None:
-        """Note first tokens; return the time of the batch if it has them all now and is the first of a process."""
+    def note(self, now: float, num_first_tokens: int, num_without: int = 0) -> float | None:
+        """Note first tokens; return the time of the batch if it has them all now and is the first of a process.
+
+        Once requests end ``num_without`` it is not timed: its last first token would be that of a later request.
+        """
+        if num_without:
+            self._batch = None
         if self._batch is None:
             return None
         begun_at, size, left, num_batches = self._batch

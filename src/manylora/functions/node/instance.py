@@ -193,7 +193,11 @@ class FunctionInstance:
                 await self._wait(go)
                 if self.engine is None:  # it failed, or was put to sleep, between the queue and the engine
                     raise self._asleep_error()
-                return await self.engine.fleet.requests.submit(requests)
+                try:
+                    return await self.engine.fleet.requests.submit(requests)
+                except ManyloraError:
+                    self.queue.times.note(now, 0, len(requests))
+                    raise
         finally:
             self.node.changed(self)
 
@@ -247,8 +251,9 @@ class FunctionInstance:
         """Count the observations of its engine."""
         now = asyncio.get_running_loop().time()
         self.node.observed(self, seen)
-        if seen.ttft_s:
-            took_s = self.queue.times.note(now, sum(map(len, seen.ttft_s.values())))
+        num_without = sum(one.prefill_s is None for one in seen.finished)
+        if seen.ttft_s or num_without:
+            took_s = self.queue.times.note(now, sum(map(len, seen.ttft_s.values())), num_without)
             if took_s is not None and self._start is not None:
                 self._start = structs.replace(self._start, first_token_s=took_s)
         if seen.finished:
