@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import re
@@ -132,7 +131,6 @@ def test_weights_are_gathered_one_at_a_time(model: ModelConfig, monkeypatch: pyt
     read = type(loaded).read
 
     def copied(self: LoadedModel, name: str) -> torch.Tensor:
-        gc.collect()
         assert len(alive) <= 1, f"{name} is read beside others"
         weight = read(self, name)
         assert isinstance(weight, torch.Tensor)
