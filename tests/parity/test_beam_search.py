@@ -94,7 +94,7 @@ def test_the_search_is_that_of_transformers(
 def http(root: Path) -> Iterator[httpx.Client]:
     engine = EngineConfig(
         model=ModelConfig(model=str(root / "base"), served_model_name="base", device="cpu", dtype="float32"),
-        memory=MemoryConfig(num_pages=128),
+        memory=MemoryConfig(num_pages=31),
     )
     modules = [LoraModule("lora", str(root / "lora"))]
     with (
@@ -150,3 +150,15 @@ def test_what_beams_cannot_have_is_refused_by_name(http: httpx.Client, fields: d
     asked = {"model": "base", "prompt": "x", "use_beam_search": True, "n": 2, "max_tokens": 4, **fields}
     answer = http.post("/v1/completions", json=asked)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_an_answer_that_the_pool_cannot_hold_is_refused_before_the_search(http: httpx.Client) -> None:
+    def steps() -> list[str]:
+        return [line for line in http.get("/metrics").text.splitlines() if "iteration_tokens_total_count" in line]
+
+    before = steps()
+    asked = {"model": "lora", "prompt": "x", "use_beam_search": True, "n": 2, "max_tokens": 490}
+    answer = http.post("/v1/completions", json=asked)
+    assert answer.status_code == 400
+    assert "needs KV for 490 tokens; the memory left beside its adapter" in answer.json()["error"]["message"]
+    assert before == steps() != []

@@ -225,6 +225,7 @@ class Request:
     continuation: Continuation | None = None  # the answer so far, if another engine began it
     # Most tokens of the answer if ``sampling`` has no ``max_tokens``; fewer where fewer fit.
     default_max_tokens: int | None = None
+    least_room: int = 0  # tokens of an answer that the memory must have room for, where other requests go on with it
     # The version of the adapter that answers, under whatever name an engine knows it; ``None`` for the version that
     # ``model`` has on arrival.
     version: AdapterKey | None = None

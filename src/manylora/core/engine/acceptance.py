@@ -102,9 +102,9 @@ class Acceptance:
         num_free = self._num_pages - self._adapters.num_pinned_pages(version)
         num_kv_pages = num_free - (version.num_pages if version else 0) - self._num_state_pages
         room = num_kv_pages * self._block_size + 1 - num_prompt if self._has_kv else limit
-        if room < 1 or (asked is not None and asked > room):
+        if room < (least := max(asked or 1, request.least_room)):
             raise RequestError(
-                f"The request needs KV for {num_prompt + (asked or 1) - 1} tokens; "
+                f"The request needs KV for {num_prompt + least - 1} tokens; "
                 f"the memory left beside its adapter and pinned ones holds {max(0, room + num_prompt - 1)}",
                 param="prompt" if room < 1 else "max_tokens",
             )

@@ -115,6 +115,7 @@ class _Search:
 
     requests: Sequence[Request]
     search: BeamSearch
+    least_room: int  # tokens of an answer that the memory must have room for
     adapter: AdapterKey | None = None
     num_cached_tokens: int = 0
 
@@ -130,6 +131,7 @@ class _Search:
                 request_id=f"{first.request_id}-{length}-{index}",
                 sampling=sampling,
                 continuation=Continuation(tokens=beam.tokens, adapter=self.adapter) if length else None,
+                least_room=0 if length else self.least_room,
             )
             for index, beam in enumerate(beams)
         ]
@@ -245,7 +247,8 @@ def begin_search(call: AnswerCall[Any], sampling: SamplingParams) -> BeginAnswer
             num_free = info.max_model_len - len(answers[0].prompt)
             if (sampling.max_tokens or 1) > num_free:
                 raise ContextExceeded.of_answer(len(answers[0].prompt), sampling.max_tokens or 1, info.max_model_len)
-            prompts.append(_Search(answers, BeamSearch(width, min(longest, num_free), penalty, ends, num_top)))
+            search = BeamSearch(width, min(longest, num_free), penalty, ends, num_top)
+            prompts.append(_Search(answers, search, sampling.max_tokens or 0))
         stream = BeamStream(call.context.fleet.requests, prompts, num_top)
         await stream.advance()  # a refusal comes before the response begins
         return stream
