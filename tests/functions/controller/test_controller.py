@@ -105,6 +105,9 @@ def test_a_function_stays_on_its_node_until_that_is_lost(store: Store, deploymen
     assert set(joined.functions or ()) == {"team/one"}  # the other one is in use
     with pytest.raises(RequestError, match="replaced"):
         controller.report("a", report(10, 20, run="another"))
+    other = structs.replace(report(0, 0, is_first=True, run="another"), address="http://other")
+    with pytest.raises(RequestError, match="node 'a' by an agent at http://other, and one at http://node"):
+        controller.report("a", other)
 
     again = Controller(store, deployment, now=clock)  # killed, and started again: nodes are remembered
     assert set(again.report("b", report(0, 0, is_first=True, run="next")).functions or ()) == {"team/one"}

@@ -59,11 +59,16 @@ class Controller:
         """Record a node's report, and return its orders; ``member`` is the caller's names in its certificate.
 
         ``ConfigError`` if it cannot be recorded; ``RequestError`` if another run of the node's agent has reported
-        since, or a caller with another certificate.
+        since, or has reported just now at another address, or a caller with another certificate.
         """
         known = self._nodes.get(node)
-        if known is not None and known.member != member and self.now() - known.seen_at < LOST_AFTER_S:
-            raise RequestError(f"Got a report of node {node!r} by certificate {member!r}, expected {known.member!r}")
+        if known is not None and self.now() - known.seen_at < LOST_AFTER_S:
+            if known.member != member:
+                got = f"Got a report of node {node!r} by certificate {member!r}"
+                raise RequestError(f"{got}, expected {known.member!r}")
+            if report.is_first and report.address != known.report.address:  # an agent that starts again has the same
+                got = f"Got a report of node {node!r} by an agent at {report.address}"
+                raise RequestError(f"{got}, and one at {known.report.address} reports for it: each needs its own name")
         end = self.store.end_of(node)
         if len(self._nodes) >= MAX_NODES:
             self._nodes = self._up()
