@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
 from multiprocessing import get_context
@@ -19,7 +20,7 @@ from manylora.lab.costs.model import CostModel, FixedCost
 from manylora.lab.measure import Slo
 from manylora.lab.planning.load_test import LoadTest, LoadTests, Objective, SearchBudget, at_rate
 from manylora.lab.planning.plan import Capacity, Plan, TrafficDemand, expected_load_tests, find_capacity, make_plan
-from manylora.lab.planning.report import choose_plan, comparison_table, plan_tables
+from manylora.lab.planning.report import choose_plan, comparison_table, plan_tables, shortage
 from manylora.lab.planning.usage import usage_of
 from manylora.lab.sim.run.simulation import SimulationConfig
 from manylora.lab.sim.scenario import Scenario
@@ -336,6 +337,17 @@ def test_no_number_is_named_that_was_not_seen_to_be_enough(monkeypatch: pytest.M
     assert made.capacity.rate > 0 and made.num_replicas is None and made.cost is None
     shown = dict(row for table in plan_tables(made)[:1] for row in table.rows)
     assert shown["replicas for 30 req/s"].startswith("more than 8")
+
+
+def test_a_recording_that_is_shorter_than_a_load_test_is_said(tmp_path: Path) -> None:
+    trace, said = tmp_path / "counts.csv", []
+    trace.write_text("HashFunction,0,1\nf,30,30\n")
+    for minute_s in (3.0, 300.0):
+        one, arrivals = scenario(), AzureFunctions2019(file=trace, minute_s=minute_s)
+        one = replace(one, workload=replace(one.workload, arrivals=arrivals))
+        said.append(shortage(plan(one, Slo(ttft_s=0.5), FixedCost(step_s=STEP_S, token_s=0.0))))
+    assert re.search(r"had \d\d requests, all of the recording, not 200:", said[0] or "")
+    assert said[1] is None
 
 
 def test_a_promise_that_cannot_be_kept_is_a_plan_for_nothing() -> None:

@@ -26,7 +26,7 @@ from manylora.core.scheduling import POLICIES
 from manylora.lab.catalog.hardware import HARDWARE
 from manylora.lab.planning.load_test import Objective
 from manylora.lab.planning.plan import Plan, expected_load_tests, make_plan
-from manylora.lab.planning.report import as_json, choose_plan, comparison_table, plan_tables
+from manylora.lab.planning.report import as_json, choose_plan, comparison_table, plan_tables, shortage
 from manylora.lab.planning.settings import (
     SHORT,
     PlanSettings,
@@ -180,6 +180,9 @@ def plan_command(
         if (chosen_place := choose_plan([one for _, one in plans])) is not None:
             variant, one = plans[chosen_place]
             out.print(f"{'fewest devices' if one.cost is None else 'least cost'}: {_words(variant)}")
+    for variant, one in plans:
+        if (short := shortage(one)) is not None:
+            note(f"{_words(variant)}: {short}" if len(wanted) > 1 else short)
     if json_file is not None:
         content = [{"settings": one.settings, "scenario": one.table, "plan": as_json(made)} for one, made in plans]
         json_file.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")

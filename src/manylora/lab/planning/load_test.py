@@ -125,6 +125,7 @@ class LoadTest:
     # Each limited metric at its percentile, in seconds; infinite if the load test stopped early.
     measured: dict[str, float]
     runs: tuple[LoadTestRun, ...] = ()  # empty if the load test stopped early
+    num_missing: int = 0  # requests that its shortest run should have beyond those that a recording has
 
 
 def at_rate(spec: WorkloadSpec, rate: float) -> WorkloadSpec:
@@ -188,11 +189,7 @@ class LoadTests:
 
     def workload(self, rate: float, num_replicas: int = 1, seed: int = 0) -> Workload:
         """Make the workload at a rate, long enough for a load test; ``ConfigError`` if that takes too many requests."""
-        longest_s = self.objective.longest_s
-        num = max(
-            self.search_budget.num_requests * num_replicas,
-            math.ceil(self.search_budget.spans * longest_s * rate),
-        )
+        longest_s, num = self.objective.longest_s, self._num_requests(rate, num_replicas)
         if num > MOST_REQUESTS:
             reason = f"takes {num:,} requests, more than {MOST_REQUESTS:,}"
             raise ConfigError(f"A load test for a limit of {longest_s:g} s at {rate:g} requests/s {reason}")
@@ -202,6 +199,10 @@ class LoadTests:
             spec = replace(spec, num_requests=None, duration_s=cycle_s * math.ceil(num / rate / cycle_s))
         workload = make_workload(spec, self.scenario.seed + seed)
         return _at_mean(workload, rate) if isinstance(spec.arrivals, RECORDED) else workload
+
+    def _num_requests(self, rate: float, num_replicas: int) -> int:
+        of_spans = math.ceil(self.search_budget.spans * self.objective.longest_s * rate)
+        return max(self.search_budget.num_requests * num_replicas, of_spans)
 
     def at(self, rate: float, num_replicas: int = 1) -> LoadTest:
         """Run a load test at a rate in requests per second, all replicas together."""
@@ -223,6 +224,9 @@ class LoadTests:
             is_met=self.objective.is_met(measured),
             measured=measured,
             runs=tuple(runs),
+            num_missing=self._num_requests(rate, num_replicas) - min(len(one.requests) for one in workloads)
+            if isinstance(self.scenario.workload.arrivals, RECORDED)
+            else 0,
         )
 
     def _make(

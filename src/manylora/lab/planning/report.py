@@ -11,7 +11,7 @@ from manylora.lab.measure.tables import FigureTable
 from manylora.lab.planning.load_test import LoadTest
 from manylora.lab.planning.plan import MOST_SIMULATED, Plan
 
-__all__ = ["BOTTLENECKS", "as_json", "choose_plan", "comparison_table", "plan_tables"]
+__all__ = ["BOTTLENECKS", "as_json", "choose_plan", "comparison_table", "plan_tables", "shortage"]
 
 BOTTLENECKS = {
     "seats": "seats: max_num_seqs sequences are running",
@@ -45,6 +45,19 @@ def choose_plan(plans: Sequence[Plan]) -> int | None:
     if len({plans[place].cost is None for place in costs}) != 1:
         return None
     return min(costs, key=costs.__getitem__)
+
+
+def shortage(plan: Plan) -> str | None:
+    """Return that the recording is shorter than a load test of the plan should be; ``None`` if it is not."""
+    for one in (plan.served, plan.capacity.met):
+        if one is not None and one.num_missing > 0:
+            num = min(len(run.run.records) for run in one.runs)
+            had = f"{num:,} requests, all of the recording, not {num + one.num_missing:,}"
+            return (
+                f"a run at {one.rate:.3g} req/s had {had}: "
+                "too short for queues to grow, so the capacity may be too high; take a longer recording"
+            )
+    return None
 
 
 def comparison_table(plans: Sequence[tuple[Mapping[str, str], Plan]]) -> FigureTable:
