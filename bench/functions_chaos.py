@@ -141,7 +141,7 @@ async def measure(options: Any, folder: Path) -> dict[str, Any]:
         "time of all accounts in the test, s": ended_used_s - began_used_s,
         "time between the same reports by the clock, s": ended_s - began_s,
         "ledger behind the clock, s": behind_s,
-        "without an agent, s": bill.lost_ns / 1e9,
+        "without an agent, s": bill.machines.lost_ns / 1e9,
         "processes left": len(alive),
         "sealed bases": len(sealed),
         "sealed bases left": len(left),

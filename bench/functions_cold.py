@@ -213,7 +213,8 @@ async def measure(options: Any, folder: Path) -> dict[str, Any]:
             figures["traces"][rate] = summary(answers[rate], figures["samples"][rate])
         await service.stop()
         bill = service.bill()
-        figures["ledger"] = {"adds_up": bill.adds_up, "device_s": bill.device_ns / 1e9, "lost_s": bill.lost_ns / 1e9}
+        use = bill.machines
+        figures["ledger"] = {"adds_up": bill.adds_up, "device_s": use.device_ns / 1e9, "lost_s": use.lost_ns / 1e9}
     for rate, seen in figures["traces"].items():
         seen["wrong"] = await asyncio.to_thread(wrong_answers, folder, answers[rate], expected)
         seen["different_answers_expected"] = len({tuple(expected[one.name]) for one in answers[rate]})

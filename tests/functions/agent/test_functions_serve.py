@@ -129,7 +129,7 @@ def test_functions_answer_as_a_plain_engine_whatever_is_killed(folder: Path) -> 
     assert not (folder / "state" / "backbone-tiny").exists()
     bill = make_bill(*read_ledger(folder / "state" / LEDGER, 0, 2**62), PriceList(), by_tenant=True)
     assert bill.adds_up
-    assert 0 < bill.lost_ns < bill.device_ns
+    assert 0 < bill.machines.lost_ns < bill.machines.device_ns
     lines = {line.name: line for line in bill.lines}
     assert set(lines) == {"t0", "t1", "(platform)"}
     assert all(lines[name].usage.active_device_ns > 0 and lines[name].usage.cpu_ns > 0 for name in ("t0", "t1"))

@@ -187,7 +187,7 @@ def test_a_bill_has_every_cost_once(deployment: Deployment, tmp_path: Path) -> N
     bill = make_bill(*read_ledger(path, 0, 2**62), read_prices(path), by_tenant=True)
     store.close()
     assert bill.adds_up
-    assert bill.lost_ns == 10**9
+    assert bill.machines.lost_ns == 10**9
     assert [(line.name, line.usage.cpu_ns) for line in bill.lines] == [("=team", 2 * 10**9), ("(platform)", 10**9)]
     assert bill.lines[0].cost == pytest.approx(2 * 0.5 + 2 * 7e-6 * 48)
     file = io.StringIO()

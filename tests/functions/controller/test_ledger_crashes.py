@@ -148,5 +148,5 @@ def check_recovered(path: Path, possible_ends: set[int]) -> None:
 def check_sums(path: Path, end_ns: int) -> None:
     bill = make_bill(*read_ledger(path, 0, 2**62), PriceList(), by_tenant=False)
     assert bill.adds_up
-    assert bill.device_ns == end_ns
-    assert bill.cpu_ns == NUM_CPUS * end_ns
+    assert bill.machines.device_ns == end_ns
+    assert bill.machines.cpu_ns == NUM_CPUS * end_ns

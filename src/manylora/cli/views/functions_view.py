@@ -60,8 +60,8 @@ def starts_table(overview: Overview) -> Table:
 
 def bill_table(bill: Bill, by: str) -> Table:
     """Return the lines of a bill and their sum beside the machines' time."""
-    device_s = bill.device_ns / 1e9
-    lost = f", {bill.lost_ns / 1e9:.1f} s of it without an agent" if bill.lost_ns else ""
+    device_s = bill.machines.device_ns / 1e9
+    lost = f", {lost_ns / 1e9:.1f} s of it without an agent" if (lost_ns := bill.machines.lost_ns) else ""
     table = Table(box=box.SIMPLE, caption=f"{device_s:.3f} s of devices{lost}", caption_justify="left")
     table.add_column(by, overflow="fold")
     for head in COLUMNS:

@@ -50,21 +50,19 @@ class Bill:
 
     lines: tuple[BillLine, ...]  # the most expensive first; the platform's own last
     total: Usage  # the sum of the lines
-    device_ns: int  # time of the machines' devices, counted apart, as are ``cpu_ns`` and ``host_byte_ns``
-    cpu_ns: int
-    host_byte_ns: int
-    lost_ns: int  # time without an agent's report, which the platform bears
+    machines: MachineUse  # counted apart; time without an agent's report is the platform's
 
     @property
     def difference_ns(self) -> int:
         """The device time that the lines lack, or have too much; 0 always, unless the file was changed."""
-        return self.device_ns - self.total.active_device_ns - self.total.idle_device_ns
+        return self.machines.device_ns - self.total.active_device_ns - self.total.idle_device_ns
 
     @property
     def adds_up(self) -> bool:
         """Whether the lines add up to the machines' time and memory exactly."""
-        total = self.total
-        return not self.difference_ns and total.cpu_ns == self.cpu_ns and total.host_byte_ns == self.host_byte_ns
+        total, machines = self.total, self.machines
+        sums = (self.difference_ns, total.cpu_ns, total.host_byte_ns)
+        return sums == (0, machines.cpu_ns, machines.host_byte_ns)
 
 
 def make_bill(accounts: Iterable[Account], machines: MachineUse, prices: PriceList, *, by_tenant: bool) -> Bill:
@@ -82,14 +80,7 @@ def make_bill(accounts: Iterable[Account], machines: MachineUse, prices: PriceLi
     for line in lines.values():
         line.cost = prices.cost(line.usage)
     ordered = sorted(lines.values(), key=lambda line: (line.name == PLATFORM_NAME, -line.cost, line.name))
-    return Bill(
-        lines=tuple(ordered),
-        total=total,
-        device_ns=machines.device_ns,
-        cpu_ns=machines.cpu_ns,
-        host_byte_ns=machines.host_byte_ns,
-        lost_ns=machines.lost_ns,
-    )
+    return Bill(tuple(ordered), total, machines)
 
 
 def write_csv(bill: Bill, by: str, file: TextIO) -> None:

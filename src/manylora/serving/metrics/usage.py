@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import astuple, dataclass
 from datetime import UTC, date, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from manylora.core.errors import ConfigError
 
@@ -44,13 +44,15 @@ _ADD = f"""INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?)
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _TenantUsage:
+class _TenantUsage(NamedTuple):
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     engine_s: float = 0.0
+
+    def plus(self, other: _TenantUsage) -> _TenantUsage:
+        return _TenantUsage(*map(operator.add, self, other))
 
 
 class UsageLedger:
@@ -94,15 +96,9 @@ class UsageLedger:
     ) -> None:
         """Add a request that ended."""
         key = (datetime.fromtimestamp(self._epoch_s(), UTC).date().isoformat(), tenant, adapter)
-        if (sums := self._pending.get(key)) is None:
-            if len(self._pending) >= MOST_PENDING:
-                return
-            sums = self._pending[key] = _TenantUsage()
-        sums.requests += 1
-        sums.prompt_tokens += num_prompt_tokens
-        sums.cached_tokens += num_cached_tokens
-        sums.output_tokens += num_output_tokens
-        sums.engine_s += engine_s
+        if key in self._pending or len(self._pending) < MOST_PENDING:
+            request = _TenantUsage(1, num_prompt_tokens, num_cached_tokens, num_output_tokens, engine_s)
+            self._pending[key] = self._pending.get(key, _TenantUsage()).plus(request)
 
     async def run(self) -> None:
         """Write what was gathered, every ``FLUSH_S``."""
@@ -127,13 +123,12 @@ class UsageLedger:
         except sqlite3.Error as error:  # a full disk: they are written once there is room
             logger.error("usage_not_written num=%d error=%r", len(pending), str(error))
             for key, sums in self._pending.items():
-                before = astuple(pending.get(key, _TenantUsage()))
-                pending[key] = _TenantUsage(*[one + other for one, other in zip(before, astuple(sums), strict=True)])
+                pending[key] = pending.get(key, _TenantUsage()).plus(sums)
             self._pending = pending
 
     def _write(self, pending: dict[tuple[str, str, str], _TenantUsage]) -> None:
         with self._db:
-            self._db.executemany(_ADD, [(*key, *astuple(sums)) for key, sums in pending.items()])
+            self._db.executemany(_ADD, [(*key, *sums) for key, sums in pending.items()])
 
 
 def read_usage(path: Path, by: Sequence[str], since: str = "") -> list[tuple[object, ...]]:
