@@ -19,6 +19,7 @@ from manylora.functions.deployment import BackboneSpec, NodeSpec
 from manylora.functions.node.backbone_host import BackboneHost
 from manylora.functions.node.launch import Timeouts
 from manylora.functions.wire import AgentSetup, NodeReport, Orders
+from manylora.serving.hosting.fleet.keeper import EngineState
 from manylora.serving.http.listening import bind
 from manylora.serving.metrics.status_report import FunctionState, MeasureNote
 
@@ -180,3 +181,29 @@ def test_an_agent_that_ends_loads_nothing_more(tmp_path: Path, monkeypatch: pyte
 
     asyncio.run(scenario())
     assert len(reports) == 2 and not loaded
+
+
+def test_an_agent_that_is_not_wanted_takes_no_more_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would wake the functions that it has just ended."""
+    monkeypatch.setattr(agent_module, "REPORT_EVERY_S", 0.0)
+    states: list[EngineState] = []
+
+    class Controller:
+        async def report(self, node: str, report: NodeReport) -> Orders:
+            if not report.is_first:
+                raise RequestError("another one")
+            backbones = {"base": BackboneSpec(model="demo")}
+            return Orders(recorded_until_ns=0, generation=1, node=NodeSpec(), backbones=backbones, functions={})
+
+    async def scenario() -> None:
+        async def stop() -> None:
+            states.extend(one.state for one in agent._fleets)
+
+        setup = AgentSetup(node="n", controller="", token=None, server=ServerConfig(), folder=str(tmp_path))
+        agent = Agent(setup, cast(Any, Controller()), bind("127.0.0.1", 0))
+        monkeypatch.setattr(agent.node, "stop", stop)
+        with pytest.raises(EngineDead, match="not wanted"):
+            await asyncio.wait_for(agent.serve(lambda: None), 60.0)
+
+    asyncio.run(scenario())
+    assert states == [EngineState.DRAINING]

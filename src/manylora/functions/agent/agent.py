@@ -128,6 +128,7 @@ class Agent:
         finally:
             stopping.cancel()
             self._is_ending = True
+            self.drain()  # what is still asked would wake functions again
             await self.node.stop()
             await self._last_report()
             if server is not None:
