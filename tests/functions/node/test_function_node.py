@@ -18,7 +18,7 @@ import pytest
 from msgspec import structs
 
 from manylora.core.config import ModelConfig, ServerConfig
-from manylora.core.errors import AdapterError, CapacityError, EngineDead, ManyloraError, ModelNotFound
+from manylora.core.errors import AdapterError, CapacityError, EngineDead, ManyloraError, ModelNotFound, RequestError
 from manylora.core.isolation import Measure
 from manylora.core.types import Request
 from manylora.functions.decisions.billing import PLATFORM, PriceList
@@ -249,6 +249,24 @@ def test_a_request_that_comes_as_its_function_is_put_to_sleep_is_served(
         assert await asked == "stream"
         await sleeping
         assert rig.engines["a"].submitted == ["1", "2"] and not rig.engines["a"].is_stopped
+
+    run(scenario)
+
+
+def test_more_answers_than_may_wait_are_refused_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        rig = Rig(tmp_path, monkeypatch)
+        function = rig.node.functions["a"]
+        function.spec = structs.replace(rig.spec, max_waiting=2)
+        with pytest.raises(RequestError, match="at most 2 of function 'a'"):
+            await function.submit([Request(request_id=str(number), prompt=(1,)) for number in range(3)])
+        rig.may_start.clear()
+        waiting = [rig.ask("a", "1"), rig.ask("a", "2")]
+        await settle()
+        with pytest.raises(CapacityError, match="2 requests wait"):
+            await rig.ask("a", "3")
+        rig.may_start.set()
+        assert await asyncio.gather(*waiting) == ["stream"] * 2
 
     run(scenario)
 

@@ -22,7 +22,7 @@ from typing import Protocol
 from msgspec import structs
 
 from manylora.core.adapters.folder import WEIGHT_FILES
-from manylora.core.errors import AdapterError, CapacityError, EngineDead, ManyloraError
+from manylora.core.errors import AdapterError, CapacityError, EngineDead, ManyloraError, RequestError
 from manylora.core.types import Request
 from manylora.functions.decisions.batching import RequestRate
 from manylora.functions.deployment import FunctionSpec
@@ -182,6 +182,9 @@ class FunctionInstance:
 
         ``ManyloraError`` if the function cannot start, too many requests wait, or the engine refuses a request.
         """
+        if len(requests) > self.spec.max_waiting:
+            most = f"at most {self.spec.max_waiting} of function {self.name!r}"
+            raise RequestError(f"Got {len(requests)} answers in one request, expected {most}", param="n")
         if len(self.queue) + len(requests) > self.spec.max_waiting:
             raise CapacityError(f"{len(self.queue)} requests wait for function {self.name!r}, which is its limit")
         now = asyncio.get_running_loop().time()
