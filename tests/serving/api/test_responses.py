@@ -44,6 +44,22 @@ def test_a_text_is_answered_with_a_text(client: openai.OpenAI) -> None:
     assert cut.incomplete_details.reason == "max_output_tokens"
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        ("responses", "max_output_tokens", 0),
+        ("responses", "max_output_tokens", 2**40),
+        ("responses", "guided_choice", [""]),
+        ("chat/completions", "max_completion_tokens", 0),
+    ],
+)
+def test_errors_name_the_field_of_the_body(client: openai.OpenAI, path: str, field: str, value: object) -> None:
+    body = {"model": "base", "input": "a"} if path == "responses" else {"model": "base", "messages": [{"role": "user"}]}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.post(f"/{path}", body={**body, field: value}, cast_to=object)
+    assert caught.value.param == field
+
+
 def test_reasoning_text_and_calls_are_items(client: openai.OpenAI) -> None:
     response = client.responses.create(model="base", input=f"say:{THOUGHT}", tools=TOOLS)
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]

@@ -20,7 +20,7 @@ from manylora.serving.api.model_settings import Settings
 from manylora.serving.api.prompt_part import Details, PromptPart
 from manylora.serving.api.request import AnswerCall, Context, read_call
 from manylora.serving.api.respond import respond
-from manylora.serving.api.sampling import count_logprobs, sampling_params
+from manylora.serving.api.sampling import count_logprobs, names_max_tokens, sampling_params
 from manylora.serving.api.schemas import INLINE_CHARS, MAX_MESSAGES, ChatBody, ContentPart, Message, TokenizeBody
 from manylora.serving.api.submit import Truncation
 from manylora.serving.api.tools import NO_TOOLS, arguments_bytes, called, read_tool_use
@@ -227,6 +227,7 @@ async def create_chat_completion(request: Request) -> Response:
     return await answer_chat(await read_call(request, ChatBody))
 
 
+@names_max_tokens
 async def answer_chat(call: AnswerCall[ChatBody]) -> Response:
     """Return the response to a chat; errors as of ``respond``."""
     context, body = call.context, call.body

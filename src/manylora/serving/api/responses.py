@@ -27,9 +27,9 @@ from manylora.serving.api.chat import (
 from manylora.serving.api.formats import message_readers
 from manylora.serving.api.json_body import FieldRules, is_null, raw_field
 from manylora.serving.api.prompt_part import Details
-from manylora.serving.api.request import read_call
+from manylora.serving.api.request import AnswerCall, read_call
 from manylora.serving.api.responses_output import BuiltResponse, OutputItems, ResponseStream, WholeResponse
-from manylora.serving.api.sampling import count_logprobs, sampling_params
+from manylora.serving.api.sampling import count_logprobs, names_max_tokens, sampling_params
 from manylora.serving.api.schemas import (
     HARMLESS,
     MAX_MESSAGES,
@@ -261,8 +261,13 @@ def _call(item: InputItem, at: str) -> ToolCall:
 async def create_response(request: Request) -> Response:
     """``POST /v1/responses``."""
     call = await read_call(request, ResponsesBody)
-    context, body = call.context, call.body
-    _check(body)
+    _check(call.body)
+    return await _answer(call)
+
+
+@names_max_tokens
+async def _answer(call: AnswerCall[ResponsesBody]) -> Response:
+    request, context, body = call.http, call.context, call.body
     body.response_format = _response_format(body.text)
     count_logprobs(call)
     has_logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
@@ -289,7 +294,7 @@ async def create_response(request: Request) -> Response:
         [prompt],
         sampling,
         id_prefix="resp_",
-        form_field="text" if use.json_schema is None else "tools",
+        form_field="tools" if use.json_schema is not None else "text" if body.response_format is not None else None,
         details=Details(has_token_ids=thinks, is_by_token=thinks),
     )
     built = BuiltResponse(answers, reader, _fields(body, sampling, head), OutputItems(use.new_call_id))

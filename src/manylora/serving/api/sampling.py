@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import wraps
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,7 +22,7 @@ from manylora.serving.api.schemas import (
 )
 from manylora.serving.text import Tokenizer
 
-__all__ = ["check_token_ids", "constraint_field", "count_logprobs", "sampling_params"]
+__all__ = ["check_token_ids", "constraint_field", "count_logprobs", "names_max_tokens", "sampling_params"]
 
 MAX_BAD_WORDS = 128  # entries of ``bad_words``; together at most ``INLINE_CHARS`` characters
 MAX_STOP_TOKEN_IDS = 1024  # entries of ``stop_token_ids``
@@ -32,6 +33,23 @@ MAX_BIAS_BYTES = 64 * 1024
 JSON_OBJECT = '{"type":"object"}'
 
 Value = TypeVar("Value")
+Answer = Callable[[AnswerCall[Any]], Awaitable[Value]]
+
+
+def names_max_tokens(answer: Answer[Value]) -> Answer[Value]:
+    """Let errors about ``max_tokens`` name the field that a body of chats or responses has in its place."""
+
+    @wraps(answer)
+    async def named(call: AnswerCall[Any]) -> Value:
+        try:
+            return await answer(call)
+        except RequestError as error:
+            for name in ("max_completion_tokens", "max_output_tokens"):
+                if error.param == "max_tokens" and getattr(call.body, name, None) is not None:
+                    error.param, error.args = name, (str(error).replace("max_tokens", name),)
+            raise
+
+    return named
 
 
 def count_logprobs(call: AnswerCall[Any]) -> None:
