@@ -59,13 +59,10 @@ class FutureWork(Generic[ResultT]):
 
     __slots__ = ("future",)
 
+    ready_at = math.inf  # the end of real work is not known in advance
+
     def __init__(self, future: Future[ResultT]) -> None:
         self.future: Future[ResultT] = future
-
-    @property
-    def ready_at(self) -> float:
-        """Return infinity: the end of real work is not known in advance."""
-        return math.inf
 
     def poll(self, now: float) -> ResultT | None:
         """Return the result once complete, else ``None``; raise the thread's error."""

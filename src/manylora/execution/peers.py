@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 from manylora.core.clock import Clock
 from manylora.core.errors import AdapterError, EngineDead
@@ -284,12 +284,10 @@ class SharedExecutor:
 class _SharedStep:
     """A step of all workers: done when it is on the first, which has the tokens."""
 
+    ready_at: ClassVar[float] = math.inf
+
     own: FutureWork[StepResult]
     executor: SharedExecutor
-
-    @property
-    def ready_at(self) -> float:
-        return math.inf
 
     def poll(self, now: float) -> StepResult | None:
         self.executor.check()
@@ -300,14 +298,12 @@ class _SharedStep:
 class _SharedLoad:
     """A load of all workers."""
 
+    ready_at: ClassVar[float] = math.inf
+
     executor: SharedExecutor
     load: AdapterLoad
     own: FutureWork[LoadResult]
     others: Future[LoadResult]
-
-    @property
-    def ready_at(self) -> float:
-        return math.inf
 
     def poll(self, now: float) -> LoadResult | None:
         self.executor.check()

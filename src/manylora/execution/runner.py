@@ -76,7 +76,7 @@ class OffDevice:
         A graph reads all weights at once. It is launched the sooner: what is left of a copy takes less time than the
         launches of a step one by one.
         """
-        if not all(adapter.is_copied for adapter in self.arriving.values()):
+        if not all(adapter.arrival.is_complete for adapter in self.arriving.values()):
             return False
         for adapter in self.arriving.values():
             adapter.wait_for_all()
@@ -88,8 +88,8 @@ class OffDevice:
         late: list[int] = []
         for sequence in sequences if self.arriving else ():
             adapter = self.arriving.get(sequence.adapter) if sequence.adapter is not None else None
-            if adapter is not None and adapter.error is not None:
-                failed[sequence.seq_id] = adapter.error
+            if adapter is not None and adapter.arrival.error is not None:
+                failed[sequence.seq_id] = adapter.arrival.error
             elif adapter is not None and adapter.is_late:
                 late.append(sequence.seq_id)
         return failed, frozenset(late)

@@ -182,7 +182,7 @@ class Rig:
             self.stage.handled.acquire()
 
         def wait_for(adapter: ArrivingAdapter, group: str) -> None:
-            arrival, num_pages = adapter._arrival, adapter._num_pages(group)
+            arrival, num_pages = adapter.arrival, adapter._num_pages(group)
             if arrival.num_arrived < num_pages:
                 self.num_waits += 1
                 self.stage.during(self.num_waits - 1)

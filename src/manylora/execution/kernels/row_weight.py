@@ -23,12 +23,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from manylora.execution.device import dtype_name
+from manylora.execution.kernels.cpu.forms import CodedForm
 from manylora.execution.kernels.triton.support import is_interpreted, num_programs, power_of_two
 from manylora.execution.kernels.triton.widening import widening_ptx
 
@@ -62,21 +62,14 @@ _FOUR_BITS = ("int4", "table4")
 _ALIGNMENT = 16
 
 
-class RowForm(msgspec.Struct, frozen=True, kw_only=True, tag="rows"):
-    """How the bytes of a weight are to be read.
+class RowForm(CodedForm, frozen=True, kw_only=True, tag="rows"):
+    """A form on a GPU: its numbers have at most 8 bits, and scales.
 
-    They are codes ``[num_out, row_bytes]``, scales ``[groups, num_out]``, shifts as many, a table of float32 and an
-    order of int32, each if there is one, each from a multiple of 16 on.
+    The bytes are codes ``[num_out, row_bytes]``, scales ``[groups, num_out]``, shifts as many, a table of float32 and
+    an order of int32, each if there is one, each from a multiple of 16 on.
     """
 
-    num_out: int  # outputs
-    num_in: int  # inputs
-    numbers: str  # kind of the weights: ``int8``, ``int4``, ``float8_e4m3fn``, ``float8_e5m2`` or ``table4``
-    group: int  # inputs that share a scale, a multiple of 16
-    scale_dtype: str  # type of scales and shifts
     dtype: str  # type of activations
-    has_shift: bool = False  # whether a weight is ``scale number + shift``, or without a shift
-    has_order: bool = False  # whether columns are sorted in another order than the inputs
 
     @property
     def halves(self) -> int:
@@ -92,11 +85,6 @@ class RowForm(msgspec.Struct, frozen=True, kw_only=True, tag="rows"):
     def num_blocks(self) -> int:
         """Blocks of an output."""
         return -(-self.num_in // (self.span * self.halves))
-
-    @property
-    def num_groups(self) -> int:
-        """Scales of an output."""
-        return -(-self.num_in // self.group)
 
     @property
     def sections(self) -> tuple[int, int, int, int, int]:

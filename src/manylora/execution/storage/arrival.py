@@ -47,7 +47,7 @@ class Arrival:
         self._events: list[Any] = []
         self._num_over = 0  # of the events, those that are known to have happened
         self._began_at = 0.0
-        self._error: str | None = None
+        self.error: str | None = None  # the reason why no more pages will arrive, if they will not
         self._watchers: list[Callable[[], None]] = []
 
     @property
@@ -60,15 +60,10 @@ class Arrival:
         """Whether all pages have arrived."""
         return self.num_arrived == self._num_pages
 
-    @property
-    def error(self) -> str | None:
-        """The reason why no more pages will arrive, if they will not."""
-        return self._error
-
     def advance(self, num_pages: int, event: Any = None) -> None:
         """Count pages up to ``num_pages`` as arrived, on a GPU once ``event`` has happened; nothing after a failure."""
         with self._changed:
-            if self._error is not None:
+            if self.error is not None:
                 return
             if not self._counts:
                 self._began_at = time.perf_counter()
@@ -83,7 +78,7 @@ class Arrival:
         with self._changed:
             if self._is_over:
                 return
-            self._error = error
+            self.error = error
             watchers = self._notify()
         for watcher in watchers:
             watcher()
@@ -95,7 +90,7 @@ class Arrival:
         """
         with self._changed:
             has_come = self._changed.wait_for(
-                lambda: self._error is not None or (self._counts and self._counts[-1] >= num_pages), limit_s
+                lambda: self.error is not None or (self._counts and self._counts[-1] >= num_pages), limit_s
             )
             if not has_come:
                 raise TimeoutError
@@ -109,7 +104,7 @@ class Arrival:
         On a GPU, the time of a copy that was launched is extrapolated from the pages before.
         """
         with self._changed:
-            if self._error is not None or not self._counts or self._counts[-1] < num_pages:
+            if self.error is not None or not self._counts or self._counts[-1] < num_pages:
                 return math.inf
             place = bisect_left(self._counts, num_pages)
             while self._num_over <= place and self._has_happened(self._num_over):
@@ -128,7 +123,7 @@ class Arrival:
 
     @property
     def _is_over(self) -> bool:
-        return self.is_complete or self._error is not None
+        return self.is_complete or self.error is not None
 
     def _has_happened(self, place: int) -> bool:
         event = self._events[place]
@@ -148,7 +143,9 @@ class ArrivingAdapter:
 
     weights: ResidentAdapter  # views of its pages, which fill up
     _groups: Mapping[str, GroupLayout]  # its groups, for the pages that each needs
-    _arrival: Arrival  # the progress of the pages
+    # The progress of the pages: once complete, all are there, on a GPU will be behind the copies in its stream. Steps
+    # that used an adapter whose arrival failed have computed on zeros.
+    arrival: Arrival
     wait_budget: InitVar[WaitBudget | None] = None  # the time that the step may wait; ``None`` for no limit
     # Whether the step has ceased to wait for it: its rows have computed on pages that were not there.
     is_late: bool = False
@@ -157,19 +154,9 @@ class ArrivingAdapter:
         self._wait_budget = wait_budget or WaitBudget(math.inf)
         self._num_awaited = -1
 
-    @property
-    def error(self) -> str | None:
-        """The reason why the adapter will not arrive; steps that used it have computed on zeros."""
-        return self._arrival.error
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether all weights are there, or on a GPU will be behind the copies in its stream."""
-        return self._arrival.is_complete
-
     def wait_for_all(self) -> None:
-        """Let the current stream wait for all weights of an adapter that ``is_copied``."""
-        if (event := self._arrival.wait(self._arrival.num_arrived)) is not None:
+        """Let the current stream wait for all weights of an adapter whose arrival is complete."""
+        if (event := self.arrival.wait(self.arrival.num_arrived)) is not None:
             torch.cuda.current_stream().wait_event(event)
 
     def wait(self, group: str) -> None:
@@ -182,16 +169,16 @@ class ArrivingAdapter:
             self._num_awaited = num_pages
             try:
                 with waiting(self._wait_budget) as limit_s:
-                    event = self._arrival.wait(num_pages, limit_s)
+                    event = self.arrival.wait(num_pages, limit_s)
             except TimeoutError:
                 self.is_late = True
-                event = self._arrival.wait(0)  # its table's: kernels look into it, whatever its pages hold
+                event = self.arrival.wait(0)  # its table's: kernels look into it, whatever its pages hold
             if event is not None:
                 torch.cuda.current_stream().wait_event(event)
 
     def arrives_in_s(self, group: str) -> float:
         """Return the time until the weights of a group are there; see ``Arrival.arrives_in_s``."""
-        return self._arrival.arrives_in_s(self._num_pages(group))
+        return self.arrival.arrives_in_s(self._num_pages(group))
 
     def _num_pages(self, group: str) -> int:
         layout = self._groups.get(group)

@@ -95,12 +95,8 @@ class _Opened(msgspec.Struct, frozen=True, tag=True, array_like=True):
     head: RemoteHead
 
 
-class _RangePart(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    content: bytes
-
-
 _Question: TypeAlias = _Pin | _Open | _RangeRead
-_Answer: TypeAlias = _Pinned | _Opened | _RangePart | AdapterRefused
+_Answer: TypeAlias = _Pinned | _Opened | bytes | AdapterRefused  # bytes are a part of a range
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_question = msgspec.msgpack.Decoder(_Question).decode
@@ -134,8 +130,8 @@ class PipedRegistry:
         with self._lock:
             answer = self._ask(name, _RangeRead(name, url, head, offset, length))
             while True:
-                assert isinstance(answer, _RangePart)
-                content += answer.content
+                assert isinstance(answer, bytes)
+                content += answer
                 if len(content) >= length:
                     return bytes(content)
                 answer = self._answer(name)
@@ -188,7 +184,7 @@ def main(descriptor: int) -> None:
                 else:
                     asked = question.name, question.url, question.head, question.offset, question.length
                     for part in registry.parts(*asked):
-                        pipe.send_bytes(_encode(_RangePart(part)))
+                        pipe.send_bytes(_encode(part))
             except AdapterError as error:
                 pipe.send_bytes(_encode(AdapterRefused.of(error)))
     except (EOFError, OSError):  # the reader has ended

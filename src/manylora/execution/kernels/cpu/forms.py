@@ -19,6 +19,7 @@ __all__ = [
     "NUM_SIZES",
     "TABLE4",
     "TILE",
+    "CodedForm",
     "NarrowForm",
 ]
 
@@ -41,31 +42,36 @@ _SCALE_DTYPES = ("float32", "bfloat16", "float16")
 NUM_SIZES = 8  # numbers of ``NarrowForm.sizes``
 
 
-class NarrowForm(msgspec.Struct, frozen=True, kw_only=True, tag="tiles"):
-    """How the bytes of a weight are to be read.
-
-    They are tiles of codes (``cpu.packing``), then scales ``[tiles, groups, TILE]``, shifts as many, a table and an
-    order, each if there is one.
-    """
+class CodedForm(msgspec.Struct, frozen=True, kw_only=True):
+    """How the bytes of a weight are to be read, on a CPU or on a GPU."""
 
     num_out: int  # outputs
     num_in: int  # inputs
     numbers: str  # kind of the weights, of ``NUMBERS``
-    group: int = 0  # inputs that share a scale, a multiple of ``block``; 0 for weights without scales
+    group: int = 0  # inputs that share a scale, a multiple of 16; 0 for weights without scales
     scale_dtype: str = "float32"  # type of scales and shifts
     has_shift: bool = False  # whether a weight is ``scale number + shift``, or without a shift
     has_order: bool = False  # whether columns are sorted in another order than the inputs
+
+    @property
+    def num_groups(self) -> int:
+        """Scales of an output."""
+        return -(-self.num_in // self.group) if self.group else 0
+
+
+class NarrowForm(CodedForm, frozen=True, kw_only=True, tag="tiles"):
+    """A form on a CPU.
+
+    The bytes are tiles of codes (``cpu.packing``), then scales ``[tiles, groups, TILE]``, shifts as many, a table and
+    an order, each if there is one.
+    """
+
     is_rounded: bool = False  # whether activations are rounded to 8 bits; integers only
 
     @property
     def block(self) -> int:
         """Inputs whose activations share a scale."""
         return HALF_BLOCK if self.group % BLOCK else BLOCK
-
-    @property
-    def num_groups(self) -> int:
-        """Scales of an output."""
-        return -(-self.num_in // self.group) if self.group else 0
 
     @property
     def sections(self) -> tuple[int, int, int, int, int]:
