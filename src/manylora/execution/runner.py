@@ -426,7 +426,6 @@ def _find_spans(rows: Iterable[tuple[AdapterKey | None, int, int]]) -> list[_Spa
 
 
 def _find_lost(sequences: Sequence[PlannedSequence], lost: Sequence[LostRows]) -> set[int]:
-    """Return the sequences that have any of these rows."""
     found: set[int] = set()
     row = sampled = 0
     for sequence in sequences if lost else ():

@@ -138,7 +138,6 @@ class _WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """The process id."""
         return self._process.pid
 
     def send(self, message: Message) -> None:

@@ -74,7 +74,6 @@ class _BaseGroup:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a row's input."""
         return 8 if self.is_embedding else 4 * self.num_in
 
 

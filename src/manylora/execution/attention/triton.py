@@ -405,7 +405,6 @@ class TritonAttention:
 
 @cache
 def _shared_bytes(device: torch.device) -> int:
-    """Return the shared memory that a block may have."""
     if device.type != "cuda":
         return 0
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))

@@ -149,7 +149,6 @@ class _Driver:
         return results[0] if results else None
 
     def padded(self, num_bytes: int) -> int:
-        """Return a size in whole pages of the device."""
         flag = self._driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         page = int(self.call("cuMemGetAllocationGranularity", self._properties, flag))
         return max(1, -(-num_bytes // page)) * page

@@ -87,7 +87,6 @@ class ProductWatch(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation of torch."""
         result = func(*args, **(kwargs or {}))
         if func is functional.linear and args[1].shape == self._shape:
             self._note(args[0], result)
@@ -201,11 +200,9 @@ class _Places:
         self._of_experts = list(zip(self._experts.tolist(), firsts.tolist(), ends, strict=True))
 
     def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return the base's product."""
         return torch.cat([linear(x[first:last], weight[expert]) for expert, first, last in self._of_experts])
 
     def add_lora(self, x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
-        """Add LoRA of each expert and adapter."""
         own = self.parts(parts)
         if own.parts:
             self._kernel(x, out, own)
@@ -240,7 +237,6 @@ class _PlacesOnDevice:
         return functional.grouped_mm(x, weight.transpose(-2, -1), offs=self._ends)
 
     def add_lora(self, x: torch.Tensor, out: torch.Tensor, parts: GroupParts) -> None:
-        """Add LoRA of each expert and adapter."""
         assert parts.tables is not None and parts.span is not None, "the step was made without tables"
         tables = parts.tables()
         if self._choices is None:  # only now that the adapters' tables have arrived

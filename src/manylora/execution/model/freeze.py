@@ -248,7 +248,6 @@ class _Source:
         return weight
 
     def dtype(self, names: Sequence[str]) -> torch.dtype:
-        """Return the type of a weight in the model."""
         return self._tensors[names[0]].dtype
 
     def drop(self) -> None:

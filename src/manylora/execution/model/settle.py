@@ -160,7 +160,6 @@ def _settle_vectors(
     module: ResidentModule,
     kinds: Sequence[VectorKind],
 ) -> None:
-    """Settle the vectors of a linear or an embedding."""
     if VectorKind.MAGNITUDE in kinds:
         measure = _column_norms if target.kind is ModuleKind.EMBEDDING else _row_norms
         norms = measure(base, target, *_pair(weights, module)).cpu()

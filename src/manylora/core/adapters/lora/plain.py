@@ -170,7 +170,6 @@ class PlainSettings(NamedSettings):
         return modules
 
     def _weights(self, one: Located, targeting: Targeting) -> ModuleWeights:
-        """Return the weights of a module, checked."""
         parts, module = one.parts, one.module
         if module.kind is ModuleKind.EXPERTS:
             return expert_weights(self.name, one, self.settings, targeting)
@@ -187,7 +186,6 @@ class PlainSettings(NamedSettings):
         return replace(weights, vectors={**weights.vectors, **self._vectors(one, weights.scale)})
 
     def _vectors(self, one: Located, scale: float) -> dict[VectorKind, Tensor]:
-        """Return the vectors of a module, checked."""
         name, module, where = self.name, one.module, f"module {one.stored_name!r}"
         vectors: dict[VectorKind, Tensor] = {}
         is_norm = module.kind is ModuleKind.NUMBERS
@@ -210,7 +208,6 @@ class PlainSettings(NamedSettings):
         return vectors
 
     def _pair(self, one: Located, targeting: Targeting) -> ModuleWeights:
-        """Return A and B of a target, checked."""
         name, module, parts, where = self.name, one.module, one.parts, f"module {one.stored_name!r}"
         is_embedding = module.kind is ModuleKind.EMBEDDING
         if ("lora_embedding_A" in parts) is not is_embedding:

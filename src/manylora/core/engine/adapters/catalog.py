@@ -203,7 +203,6 @@ class AdapterCatalog:
         return list({one.name: one for one in named if not is_label(one.name)}.values())
 
     def _named(self, keys: Iterable[AdapterKey]) -> list[NamedAdapter]:
-        """Return the records of all names of some versions."""
         return [self._registry.get(name) for key in keys for name in self._registry.shown_names_of(key)]
 
     def num_pinned_pages(self, besides: AdapterVersion | None = None) -> int:
