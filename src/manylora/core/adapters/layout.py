@@ -53,7 +53,6 @@ __all__ = [
     "make_version",
     "merge_tiles",
     "vector_elements",
-    "vectors_of",
 ]
 
 MAX_TILE_ROWS = 16  # most rows in a tile: the height of a matrix instruction, so that a kernel never splits one
@@ -236,12 +235,6 @@ def layout_of(weights: Iterable[ModuleWeights], base: BaseShape, dtype: str) -> 
     vectors = tuple((w.module.name, tuple(w.vectors)) for w in weights if w.vectors)
     replaced = tuple((w.module.name, w.replaces) for w in weights if w.replaces is not None)
     return lay_out({w.module.name: w.rank for w in weights}, base, dtype, vectors, replaced)
-
-
-def vectors_of(layout: AdapterLayout) -> Vectors:
-    """Return the vectors of a layout, as ``lay_out`` takes them."""
-    parts = (part for group in layout.groups.values() for part in group.modules)
-    return tuple((part.module.name, tuple(kind for kind, _ in part.vectors)) for part in parts if part.vectors)
 
 
 def lay_out(

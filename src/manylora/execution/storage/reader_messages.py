@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from manylora.core import errors
-from manylora.core.adapters.layout import AdapterLayout, Replacements, Vectors, vectors_of
+from manylora.core.adapters.layout import AdapterLayout, Replacements, Vectors
 from manylora.core.adapters.read import ReadRules
 from manylora.core.adapters.sources import is_url
 from manylora.core.errors import AdapterError
@@ -88,8 +88,9 @@ class Packed(msgspec.Struct, frozen=True, tag=True, array_like=True):
         """Return the answer for an adapter of a layout."""
         parts = [part for group in layout.groups.values() for part in group.modules]
         ranks = tuple((part.module.name, part.rank) for part in parts)
+        vectors = tuple((part.module.name, tuple(kind for kind, _ in part.vectors)) for part in parts if part.vectors)
         replaced = tuple((part.module.name, part.replaces) for part in parts if part.replaces is not None)
-        return cls(version, ranks, layout.dtype, vectors_of(layout), replaced)
+        return cls(version, ranks, layout.dtype, vectors, replaced)
 
 
 class Pages(msgspec.Struct, frozen=True, tag=True, array_like=True):
