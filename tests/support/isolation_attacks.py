@@ -21,7 +21,7 @@ from collections.abc import Callable
 from manylora.core.clock import Clock
 from manylora.core.config import EngineConfig
 from manylora.core.errors import ConfigError
-from manylora.core.isolation import Confinement, confine
+from manylora.core.isolation.confine import Confinement, confine
 from manylora.core.ports import EngineParts, SharedBase
 
 libc = ctypes.CDLL(None, use_errno=True)

@@ -19,7 +19,7 @@ from subprocess import TimeoutExpired
 from manylora.core.clock import Clock
 from manylora.core.config import EngineConfig
 from manylora.core.errors import ConfigError, EngineDead
-from manylora.core.isolation import start_on_pipe
+from manylora.core.isolation.confine import start_on_pipe
 from manylora.core.machine import count_cores
 from manylora.core.ports import EngineParts
 from manylora.execution.collectives import PATIENCE_S, Collectives, Store, file_store

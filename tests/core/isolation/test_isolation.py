@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from manylora.core.errors import ConfigError
-from manylora.core.isolation import Confinement, confine
+from manylora.core.isolation.confine import Confinement, confine
 from manylora.core.isolation.landlock import landlock_version
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's measures are Linux's")
@@ -106,7 +106,7 @@ def test_a_terminal_can_be_written_and_not_read() -> None:
     """A terminal is open for reading on standard error as well, and its user types passwords there."""
     script = (
         "import os\n"
-        "from manylora.core.isolation import Confinement, confine\n"
+        "from manylora.core.isolation.confine import Confinement, confine\n"
         "confine(Confinement(environment=()))\n"
         "os.write(2, b'a log')\n"
         "try:\n"
@@ -134,7 +134,7 @@ def test_a_path_that_cannot_be_opened_leaves_the_others_restricted(tmp_path: Pat
     readable = [str(tmp_path / name) for name in ("archive.zip/inner", "loop", "own")]
     script = (
         "import json, os, sys\n"
-        "from manylora.core.isolation import Confinement, confine\n"
+        "from manylora.core.isolation.confine import Confinement, confine\n"
         f"measures = confine(Confinement(readable={readable!r}))\n"
         "print([(one.is_on, one.note) for one in measures if one.name == 'files'], os.listdir(sys.argv[1]))\n"
         "print(os.listdir('/'))\n"

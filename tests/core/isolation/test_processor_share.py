@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from manylora.core.isolation import ProcessorShare
 from manylora.core.isolation import cgroups as share_module
-from manylora.core.isolation.cgroups import Cgroup
+from manylora.core.isolation.cgroups import Cgroup, ProcessorShare
 
 
 def test_a_control_group_of_its_own_is_idle_without_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from msgspec import ValidationError, structs
 from manylora.core.config import EngineConfig, ModelConfig
 from manylora.core.engine.status import AdapterStatus, EngineStats
 from manylora.core.errors import EngineDead
-from manylora.core.isolation import Measure
+from manylora.core.isolation.confine import Measure
 from manylora.core.types import (
     AdapterKey,
     AdapterVersion,

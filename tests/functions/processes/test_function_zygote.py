@@ -19,7 +19,7 @@ import pytest
 
 from manylora.core.config import EngineConfig, ModelConfig
 from manylora.core.errors import EngineDead
-from manylora.core.isolation import remove_groups_of_the_dead
+from manylora.core.isolation.cgroups import remove_groups_of_the_dead
 from manylora.core.ports import SharedBase
 from manylora.functions.processes import zygote as zygote_module
 from manylora.functions.processes.frames import in_memory

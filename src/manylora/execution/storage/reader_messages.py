@@ -22,7 +22,7 @@ from manylora.core.adapters.layout import AdapterLayout, Replacements, Vectors
 from manylora.core.adapters.read import ReadRules
 from manylora.core.adapters.sources import is_url
 from manylora.core.errors import AdapterError
-from manylora.core.isolation import receive_answer
+from manylora.core.isolation.confine import receive_answer
 from manylora.core.types import AdapterKey, AdapterVersion
 
 __all__ = [

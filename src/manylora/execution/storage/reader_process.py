@@ -44,7 +44,7 @@ from manylora.core.adapters.layout import lay_out
 from manylora.core.adapters.packed import PackedAdapter, image_of
 from manylora.core.adapters.sources import is_url, pinned
 from manylora.core.errors import AdapterError, AdapterUnavailable, CapacityError
-from manylora.core.isolation import ONE_THREAD, start_on_pipe
+from manylora.core.isolation.confine import ONE_THREAD, start_on_pipe
 from manylora.core.types import AdapterVersion
 from manylora.execution.storage.reader_messages import (
     Again,

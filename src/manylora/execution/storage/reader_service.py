@@ -30,7 +30,7 @@ from manylora.core.adapters.hash_cache import HashCache
 from manylora.core.adapters.packed import PackedAdapter
 from manylora.core.adapters.remote import Registry
 from manylora.core.errors import AdapterError
-from manylora.core.isolation import READABLE_OF_SYSTEM, Confinement, confine
+from manylora.core.isolation.confine import READABLE_OF_SYSTEM, Confinement, confine
 from manylora.core.isolation.system import STEP_NICENESS
 from manylora.core.logs import configure_logging
 from manylora.core.types import AdapterVersion

@@ -23,7 +23,7 @@ import msgspec
 
 from manylora.core.adapters.remote import RemoteHead
 from manylora.core.errors import AdapterError, AdapterUnavailable
-from manylora.core.isolation import start_on_pipe
+from manylora.core.isolation.confine import start_on_pipe
 from manylora.core.logs import configure_logging
 from manylora.execution.storage.reader_messages import AdapterRefused, ReaderSettings
 

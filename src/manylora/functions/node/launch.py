@@ -17,7 +17,7 @@ from random import SystemRandom
 from manylora.core.adapters.folder import real_roots
 from manylora.core.config import AdapterConfig, EngineConfig, MemoryConfig, SchedulerConfig, ServerConfig
 from manylora.core.errors import AdapterError, CapacityError, EngineDead, ManyloraError
-from manylora.core.isolation import ProcessorShare
+from manylora.core.isolation.cgroups import ProcessorShare
 from manylora.functions.deployment import FunctionSpec
 from manylora.functions.node.backbone_host import BackboneHost
 from manylora.functions.processes.function_process import PACKAGE, shared_folders

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
-from manylora.core.isolation import MEASURES, Measure
+from manylora.core.isolation.confine import MEASURES, Measure
 from manylora.core.types import FinishReason, Output, Request
 from manylora.functions.processes.frames import MAX_FRAME_BYTES, FrameError
 from manylora.serving.hosting.fleet.snapshot import STATES

@@ -27,7 +27,8 @@ import msgspec
 from manylora.core.clock import Clock, WallClock
 from manylora.core.config import EngineConfig, ModelConfig
 from manylora.core.errors import ConfigError
-from manylora.core.isolation import READABLE_OF_SYSTEM, Confinement, Measure, confine, enter_own_share
+from manylora.core.isolation.cgroups import enter_own_share
+from manylora.core.isolation.confine import READABLE_OF_SYSTEM, Confinement, Measure, confine
 from manylora.core.ports import EngineParts, SharedBase
 from manylora.functions.processes.frames import frame, frames_of
 from manylora.functions.processes.messages import Backbone, Fork, FunctionPlace

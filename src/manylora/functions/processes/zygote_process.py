@@ -32,8 +32,9 @@ import msgspec
 
 from manylora.core.clock import WallClock
 from manylora.core.config import EngineConfig, MemoryConfig
-from manylora.core.isolation import NEW_PROCESSES, Cgroup, Measure, enter_namespaces, remove_groups_of_the_dead
-from manylora.core.isolation.cgroups import cpu_group_of
+from manylora.core.isolation.cgroups import Cgroup, cpu_group_of, remove_groups_of_the_dead
+from manylora.core.isolation.confine import Measure
+from manylora.core.isolation.namespaces import NEW_PROCESSES, enter_namespaces
 from manylora.core.isolation.system import adopt_orphans, end_with_parent
 from manylora.core.logs import configure_logging
 from manylora.execution.imports import import_model_classes

@@ -23,7 +23,7 @@ from msgspec import Meta
 import manylora.core.errors as errors
 from manylora.core.config import EngineConfig
 from manylora.core.engine.status import AdapterStatus, EngineStats
-from manylora.core.isolation import Measure
+from manylora.core.isolation.confine import Measure
 from manylora.core.ports import SharedBase
 from manylora.core.types import AdapterKey, Output, Request, Tier
 from manylora.serving.hosting.request_fields import RequestFields

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from manylora.core.errors import CapacityError
-from manylora.core.isolation import ONE_THREAD, receive_answer, start_on_pipe
+from manylora.core.isolation.confine import ONE_THREAD, receive_answer, start_on_pipe
 from manylora.core.types import Constraint
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from typing import NoReturn
 import msgspec
 
 from manylora.core.errors import RequestError
-from manylora.core.isolation import READABLE_OF_SYSTEM, Confinement, confine
+from manylora.core.isolation.confine import READABLE_OF_SYSTEM, Confinement, confine
 from manylora.core.logs import configure_logging
 from manylora.core.types import Constraint
 from manylora.execution.sampling.grammar import refusal, try_constraint
