@@ -26,14 +26,7 @@ import numpy as np
 
 from manylora.core.adapters.folder import FileIdentity, Folder, parse_config, read_config, read_config_file
 from manylora.core.adapters.hash_cache import KnownContent
-from manylora.core.adapters.identity import (
-    HASH,
-    by_layer,
-    content_key,
-    digest_layer,
-    digest_text,
-    provisional_key,
-)
+from manylora.core.adapters.identity import HASH, by_layer, content_key, digest_layer, digest_text, provisional_key
 from manylora.core.adapters.layout import layout_of, make_version
 from manylora.core.adapters.method import parse_settings
 from manylora.core.adapters.packed import Allocate, PackedAdapter, choose_dtype, choose_dtype_unread, own_memory, pack

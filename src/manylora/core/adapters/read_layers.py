@@ -24,13 +24,7 @@ from numpy.typing import NDArray
 
 from manylora.core.adapters.folder import FileIdentity, read_config_file
 from manylora.core.adapters.hash_cache import KnownContent
-from manylora.core.adapters.identity import (
-    content_key,
-    digest_layer,
-    is_provisional,
-    provisional_key,
-    split_digests,
-)
+from manylora.core.adapters.identity import content_key, digest_layer, is_provisional, provisional_key, split_digests
 from manylora.core.adapters.layout import AdapterLayout, layout_of
 from manylora.core.adapters.packed import choose_dtype, exact_dtypes, pack_groups
 from manylora.core.adapters.read import MatchedShapes, ReadRules, check_finite

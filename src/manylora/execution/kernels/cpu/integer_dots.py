@@ -26,16 +26,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from manylora.execution.kernels.cpu.forms import BLOCK, HALF_BLOCK, TILE
-from manylora.execution.kernels.cpu.vectors import (
-    INT,
-    LANES,
-    VECTOR,
-    address,
-    row_addresses,
-    spread,
-    store,
-    zero_sums,
-)
+from manylora.execution.kernels.cpu.vectors import INT, LANES, VECTOR, address, row_addresses, spread, store, zero_sums
 
 __all__ = [
     "HAS_INTEGER_DOTS",

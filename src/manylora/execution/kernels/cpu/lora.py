@@ -32,14 +32,7 @@ import torch
 from numba import carray, njit
 
 from manylora.execution.kernels.cpu.loops import GROUP, stream_add, stream_adds, stream_dot, stream_dots
-from manylora.execution.kernels.cpu.openmp import (
-    FAST_MATH,
-    Arguments,
-    barrier,
-    compile_kernel,
-    num_threads,
-    thread_num,
-)
+from manylora.execution.kernels.cpu.openmp import FAST_MATH, Arguments, barrier, compile_kernel, num_threads, thread_num
 from manylora.execution.kernels.cpu.tables import (
     BEGIN,
     COLUMN,
