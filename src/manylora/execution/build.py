@@ -215,10 +215,7 @@ def _of_worker(config: EngineConfig, workers: Collectives) -> EngineConfig:
 
 
 def _weights(
-    config: EngineConfig,
-    load: Callable[..., LoadedModel],
-    weights: BaseWeights | None,
-    workers: Collectives | None,
+    config: EngineConfig, load: Callable[..., LoadedModel], weights: BaseWeights | None, workers: Collectives | None
 ) -> tuple[LoadedModel, BaseWeights]:
     """Return a model without its weights, and the weights: loaded, or those that another process froze."""
     model = config.model

@@ -349,12 +349,7 @@ class ModelRunner:
             self._assistant.forget()
 
     def _forward(
-        self,
-        sequences: Sequence[PlannedSequence],
-        lora: StepLora | None,
-        assist: Assist | None,
-        *,
-        is_recorded: bool,
+        self, sequences: Sequence[PlannedSequence], lora: StepLora | None, assist: Assist | None, *, is_recorded: bool
     ) -> torch.Tensor:
         """Call the model; return logits ``[n, vocab]`` of the sampled rows, float32."""
         batch = self._attention.prepare(sequences)

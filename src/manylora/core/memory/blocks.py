@@ -174,11 +174,7 @@ class BlockTable:
     __slots__ = ("_adapter", "_digests", "_fork", "_root", "block_size", "full_at", "pages")
 
     def __init__(
-        self,
-        root: bytes,
-        block_size: int,
-        fork: tuple[int, bytes] | None = None,
-        adapter: AdapterKey | None = None,
+        self, root: bytes, block_size: int, fork: tuple[int, bytes] | None = None, adapter: AdapterKey | None = None
     ) -> None:
         self.pages: list[int] = []
         self._root = root

@@ -83,12 +83,7 @@ class Dispatcher:
     """
 
     def __init__(
-        self,
-        router: Router,
-        num_replicas: int,
-        ranks: Mapping[str, int] | None = None,
-        *,
-        caches_prefixes: bool = True,
+        self, router: Router, num_replicas: int, ranks: Mapping[str, int] | None = None, *, caches_prefixes: bool = True
     ) -> None:
         assert num_replicas >= 1
         self._router = router

@@ -51,10 +51,7 @@ class BaseWeights:
     """
 
     def __init__(
-        self,
-        manifest: WeightsManifest,
-        buffer: torch.Tensor,
-        memory: SealedMemory | DeviceMemory | None = None,
+        self, manifest: WeightsManifest, buffer: torch.Tensor, memory: SealedMemory | DeviceMemory | None = None
     ) -> None:
         self.manifest = manifest
         self.memory = memory

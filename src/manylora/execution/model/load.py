@@ -176,11 +176,7 @@ class _Builder:
         return model
 
     def loaded(
-        self,
-        model: Any,
-        *,
-        checkpoint: Checkpoint | None = None,
-        share: ModelShare | None = None,
+        self, model: Any, *, checkpoint: Checkpoint | None = None, share: ModelShare | None = None
     ) -> LoadedModel:
         """Return a model that was built, without the parts that text does not use."""
         _make_linears(model)

@@ -154,11 +154,7 @@ class Settling:
 
 
 def _settle_vectors(
-    base: BaseGroup,
-    target: TargetModule,
-    weights: ResidentGroup,
-    module: ResidentModule,
-    kinds: Sequence[VectorKind],
+    base: BaseGroup, target: TargetModule, weights: ResidentGroup, module: ResidentModule, kinds: Sequence[VectorKind]
 ) -> None:
     if VectorKind.MAGNITUDE in kinds:
         measure = _column_norms if target.kind is ModuleKind.EMBEDDING else _row_norms

@@ -60,11 +60,7 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        *,
-        replica: int = 0,
-        ranks: Mapping[str, int] | None = None,
-        sample_every_s: float = 1.0,
+        self, *, replica: int = 0, ranks: Mapping[str, int] | None = None, sample_every_s: float = 1.0
     ) -> None:
         self.records: list[RequestRecord] = []
         self.timeline = Timeline(

@@ -257,11 +257,7 @@ def _check_copy(name: str, one: Located, copy: StoredTensor) -> None:
 
 
 def locate_modules(
-    name: str,
-    settings: LoraSettings,
-    modules: Mapping[str, Parts],
-    base: BaseShape,
-    extra: Sequence[str] = (),
+    name: str, settings: LoraSettings, modules: Mapping[str, Parts], base: BaseShape, extra: Sequence[str] = ()
 ) -> tuple[Targeting, list[Located], list[str]]:
     """Return ranks and scales, the base's modules that the file has tensors of, and the targets that it has none of.
 

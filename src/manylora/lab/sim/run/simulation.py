@@ -122,11 +122,7 @@ class Run:
     decisions: list[tuple[float, ScalingDecision]] = field(default_factory=list)
 
     def summary(
-        self,
-        *,
-        slo: Slo | None = None,
-        warm_up_s: float = 0.0,
-        group: Callable[[RequestRecord], str] | None = None,
+        self, *, slo: Slo | None = None, warm_up_s: float = 0.0, group: Callable[[RequestRecord], str] | None = None
     ) -> Summary:
         """Return statistics of the run; see ``measure.summarise``."""
         return summarise(self.records, slo=slo, warm_up_s=warm_up_s, group=group)
@@ -157,11 +153,7 @@ class _Fleet:
     """
 
     def __init__(
-        self,
-        workload: Workload,
-        config: SimulationConfig,
-        sinks: tuple[EventSink, ...],
-        on_progress: Progress | None,
+        self, workload: Workload, config: SimulationConfig, sinks: tuple[EventSink, ...], on_progress: Progress | None
     ) -> None:
         self._workload, self._config, self._sinks, self._on_progress = workload, config, sinks, on_progress
         ranks = {spec.name: spec.rank for spec in workload.adapters}
