@@ -79,7 +79,7 @@ def count(num_layers: int) -> dict[tuple[str, str], Counter[str]]:
     """Return the launches and waits of steps, eager and captured, by kind."""
     engine = engine_of(num_layers, 4)
     runner, found = engine.runner, {}
-    runner._sampler._is_fused = True
+    runner.sampler._is_fused = True
     graphs = runner._graphs
     for kind, plan in steps(engine).items():
         sampled = [replaced(s, sampling=SamplingParams(top_p=0.9, seed=1)) for s in plan.sequences]

@@ -431,7 +431,7 @@ def test_a_sampled_row_that_failed_reaches_no_sampler(
     """Its logits mean nothing; a sampler may raise over them."""
     one, two = versions
     seen: list[int] = []
-    sampler = executor_of(parts).runner._sampler
+    sampler = executor_of(parts).runner.sampler
     sample = sampler.sample
 
     def note(logits: torch.Tensor, sequences: Sequence[PlannedSequence]) -> object:

@@ -96,7 +96,7 @@ def check_weights(
         torch.testing.assert_close(
             numbers, weight.float(), rtol=relative, atol=absolute, msg=lambda m, n=name: f"{n}: {m}"
         )
-    checkpoint.close()
+    checkpoint.weights.close()
     return codes
 
 

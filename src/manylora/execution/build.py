@@ -367,7 +367,7 @@ def _parts(
         base_bytes=weights.manifest.num_bytes,
         waits_by_layer=True,
         shared=share_weights(weights),
-        prepare=runner.prepare,
+        prepare=runner.sampler.prepare,
     )
 
 

@@ -106,10 +106,10 @@ class TorchExecutor:
         self._queued: deque[StepPlan] = deque()  # steps that have not begun
         self._owes_wake = False  # whether a step has ended of which the loop has not been told
         self._is_closing = False
-        self._steps = ThreadPoolExecutor(1, "manylora-step", runner.enter_step_thread)
+        self._steps = ThreadPoolExecutor(1, "manylora-step", runner.ops.enter_step_thread)
         self._arranging = ThreadPoolExecutor(1, "manylora-arrange")
         self._reads = ReadQueue(NUM_READERS, RemotePlaces(NUM_REMOTE, NUM_PER_HOST))
-        self._copy_thread = ThreadPoolExecutor(1, "manylora-copy", runner.enter_thread)
+        self._copy_thread = ThreadPoolExecutor(1, "manylora-copy", runner.ops.enter_thread)
         self._copies = CopyContext(link, self._copy_thread, prepare)
 
     def launch(self, plan: StepPlan, now: float) -> FutureWork[StepResult]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from manylora.core.costs.arriving import WaitBudget
 from manylora.core.plan import PlannedSequence, StepPlan, StepResult
-from manylora.core.types import AdapterKey, Constraint, PromptLogprobs, SampledToken
+from manylora.core.types import AdapterKey, PromptLogprobs, SampledToken
 from manylora.execution.assist.take_over import TakeOver
 from manylora.execution.attention.call import AttentionKernel, attending
 from manylora.execution.collectives import Collectives
@@ -127,8 +127,8 @@ class ModelRunner:
     model: nn.Module  # the causal language model with its modules replaced (``model.modules``)
     _step: StepContext  # the context that those modules read
     _attention: AttentionKernel  # attention over the pages
-    _sampler: Sampler  # chooses tokens from logits
-    _ops: DeviceOps  # operations of the device
+    sampler: Sampler  # chooses tokens from logits
+    ops: DeviceOps  # operations of the device
     _graphs: StepGraphs | None = None  # runs steps, where it can
     # Computes adapters in host memory beside the device; without one, kernels read them in place.
     _assistant: Assistant | None = None
@@ -141,14 +141,6 @@ class ModelRunner:
 
     def __post_init__(self) -> None:
         self._recorded = RecordedPass(self.model)
-
-    def enter_thread(self) -> None:
-        """Let this thread launch on the device; see ``DeviceOps.enter_thread``."""
-        self._ops.enter_thread()
-
-    def enter_step_thread(self) -> None:
-        """Let this thread run steps; see ``DeviceOps.enter_step_thread``."""
-        self._ops.enter_step_thread()
 
     @torch.inference_mode()
     def run(
@@ -165,14 +157,14 @@ class ModelRunner:
         """
         if self.announce is not None:
             self.announce(plan)
-        self._sampler.release(plan.released)
+        self.sampler.release(plan.released)
         self._attention.release(plan.released)
         if not plan.sequences:
             return StepResult()
         order = order or self.arrange(plan.sequences)
         sequences = [plan.sequences[place] for place in order.places]
         if self.share is None or self.share.workers.is_first:  # tokens are chosen here
-            self._sampler.begin([sequence for sequence in sequences if sequence.is_sampled])
+            self.sampler.begin([sequence for sequence in sequences if sequence.is_sampled])
         segments, assisted = self._segments(order.spans, adapters)
         batch = self._last_lora = self._batch(segments)
         assist = self._begin_assist(tuple(assisted.values()))
@@ -250,7 +242,7 @@ class ModelRunner:
         if self.share is not None:
             whole = self.share.gather(logits)
             if whole is None:
-                self._ops.wait()
+                self.ops.wait()
                 return {}, {}
             logits = whole
         if without:
@@ -263,14 +255,14 @@ class ModelRunner:
             self.logits_hook(plan, logits[order])
         if not sampled:
             # No token is read back, which would wait for the device; and pages may change owners once we return.
-            self._ops.wait()
+            self.ops.wait()
             return {}, {}
-        chosen = self._sampler.sample(logits, sampled)
+        chosen = self.sampler.sample(logits, sampled)
         tokens = {s.seq_id: token for s, token in zip(sampled, chosen, strict=True) if token is not None}
         if len(tokens) == len(chosen):
             return tokens, {}
         broken = [s.seq_id for s in sampled if s.seq_id not in tokens]
-        return tokens, {id: TOO_DEAR if self._sampler.is_over_budget(id) else NOT_FINITE for id in broken}
+        return tokens, {id: TOO_DEAR if self.sampler.is_over_budget(id) else NOT_FINITE for id in broken}
 
     def _report(
         self, pieces: Sequence[PromptPiece], vocab_size: int, adapters: OffDevice
@@ -316,12 +308,12 @@ class ModelRunner:
         with _assisting(assist) as lost:
             try:
                 rows, targets = rows_and_targets(pieces)
-                logits: torch.Tensor | None = self._recorded.logits(self._ops.upload(rows)).float()
+                logits: torch.Tensor | None = self._recorded.logits(self.ops.upload(rows)).float()
                 if self.share is not None and logits is not None:
                     logits = self.share.gather(logits)
                 if logits is None:
                     return None, lost
-                report = report_tokens(logits, targets, max(piece.num_top for piece in pieces), self._ops)
+                report = report_tokens(logits, targets, max(piece.num_top for piece in pieces), self.ops)
             finally:
                 self._step.lora = self._step.assist = None
         return report, lost
@@ -332,15 +324,11 @@ class ModelRunner:
 
     def compile(self, num_tokens: int) -> None:
         """Compile the kernels that a step of up to ``num_tokens`` tokens may need, and capture graphs."""
-        self._sampler.compile()
+        self.sampler.compile()
         if self._step.space is not None:
             self._step.space.compile(num_tokens)
         if self._graphs is not None:
             self._graphs.warm()
-
-    def prepare(self, constraint: Constraint) -> None:
-        """Compile a request's constraint before the request; see ``Sampler.prepare``."""
-        self._sampler.prepare(constraint)
 
     def forget_batch(self) -> None:
         """Let go of the last step's adapters, which are kept for the next: they may hold images of the host tier."""
@@ -354,7 +342,7 @@ class ModelRunner:
         """Call the model; return logits ``[n, vocab]`` of the sampled rows, float32."""
         batch = self._attention.prepare(sequences)
         ids = [token for s in sequences for token in s.tokens[s.start : s.start + s.num_tokens]]
-        token_ids = self._ops.upload(np.asarray(ids, dtype=np.int64))
+        token_ids = self.ops.upload(np.asarray(ids, dtype=np.int64))
         ends = accumulate(sequence.num_tokens for sequence in sequences)
         sampled = [end - 1 for end, sequence in zip(ends, sequences, strict=True) if sequence.is_sampled]
         self._step.lora, self._step.token_ids, self._step.assist = lora, token_ids, assist
@@ -364,7 +352,7 @@ class ModelRunner:
                     input_ids=token_ids[None],
                     position_ids=batch.positions[None],
                     use_cache=False,
-                    logits_to_keep=self._ops.upload(np.asarray(sampled, dtype=np.int64)),
+                    logits_to_keep=self.ops.upload(np.asarray(sampled, dtype=np.int64)),
                 )
         finally:
             self._step.lora = self._step.token_ids = self._step.assist = None

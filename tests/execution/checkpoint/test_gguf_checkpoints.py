@@ -123,7 +123,7 @@ def test_floats_are_views_of_the_file(tmp_path: Path, kind: Kind) -> None:
     weight = checkpoint.tensor("model.layers.0.mlp.up_proj.weight")
     assert weight.dtype is (torch.float16 if kind is Kind.F16 else torch.bfloat16)
     assert file_of(weight) == path.name
-    checkpoint.close()
+    checkpoint.weights.close()
     assert weight.isfinite().all()
 
 

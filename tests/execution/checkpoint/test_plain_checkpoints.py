@@ -31,7 +31,7 @@ def test_numbers_are_views_of_their_files(tmp_path: Path, dtype: torch.dtype, si
     assert weight.dtype is dtype
     assert file_of(weight) in {path.name for path in tmp_path.glob("*.safetensors")}
     assert file_of(weight.clone()) is None
-    checkpoint.close()
+    checkpoint.weights.close()
     assert weight.equal(model.get_parameter(UP))
 
 

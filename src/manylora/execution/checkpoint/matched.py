@@ -128,7 +128,7 @@ class StoredWeights:
         return self._stored.files.place(self.plain.get(name, name))
 
     def close(self) -> None:
-        """Drop the files."""
+        """Drop the files; views of them that were returned stay valid."""
         self._stored.close()
 
     def _read_tensor(self, tensor: str) -> torch.Tensor:

@@ -78,10 +78,6 @@ class Checkpoint:
             raise ConfigError(f"Got model = {self.model!r}: its files lack {name!r}")
         return self.weights.read(name)
 
-    def place(self, name: str) -> str:
-        """Return the name of the file that holds a weight."""
-        return self.weights.place(name)
-
     def tensor(self, name: str) -> torch.Tensor:
         """Return a weight as numbers: as stored, or float32 if it is stored as codes. Raises as ``linear``."""
         weight = self.linear(name)
@@ -90,10 +86,6 @@ class Checkpoint:
     def drop(self) -> None:
         """Give back memory of the files that was read; views of them stay valid."""
         _drop_pages(self.weights.paths)
-
-    def close(self) -> None:
-        """Drop the files; views of them that were returned stay valid."""
-        self.weights.close()
 
 
 def open_checkpoint(

@@ -71,7 +71,7 @@ def load_weights(
         return loaded, weights if loaded.device.type == "cpu" else move(weights, loaded.device)
     finally:
         if loaded.checkpoint is not None:
-            loaded.checkpoint.close()
+            loaded.checkpoint.weights.close()
 
 
 def gather(loaded: LoadedModel, device: torch.device) -> tuple[torch.Tensor, DeviceMemory | None]:
@@ -269,7 +269,7 @@ class _Source:
         least, most = torch.aminmax(weight.detach())  # both NaN if one number is
         if not (torch.isfinite(least) and torch.isfinite(most)):
             checkpoint = self._loaded.checkpoint
-            where = "" if checkpoint is None else f"{checkpoint.place(name)} has "
+            where = "" if checkpoint is None else f"{checkpoint.weights.place(name)} has "
             found = "NaN" if torch.isnan(least) else "infinity"
             raise ConfigError(f"Got model = {self._loaded.name!r}: {where}tensor {name!r} with {found} in it")
 
