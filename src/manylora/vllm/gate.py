@@ -62,7 +62,8 @@ class RequestGate(EngineCore):
             except (AdapterError, OSError) as error:
                 self.doomed[request.request_id] = str(error)
                 return None
-            ref, request = _ref(version), replace(request, model=lora[0])
+            ref = AdapterRef.of(version.key, version.source, version.file_key)
+            request = replace(request, model=lora[0])
         self.add_request(request, now)
         return ref
 
@@ -148,7 +149,3 @@ class RequestGate(EngineCore):
             for name in self._registry.names_of(key) if residency.tier is not Tier.DISK else ():
                 found[name] = residency.tier.value, residency.version.rank
         return found
-
-
-def _ref(version: AdapterVersion) -> AdapterRef:
-    return AdapterRef.of(version.key, version.source, version.file_key)

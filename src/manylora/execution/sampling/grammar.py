@@ -197,7 +197,8 @@ class Grammars:
         self._work.finish()
         rows = [self._advance(sequence) for sequence in sequences]
         # New in every step: a row that was left behind may still write its own.
-        self._bits = np.zeros((len(rows), self._width()), dtype=np.uint8)
+        vocab_size = self._vocab_size if self._tokenizer is None else self._tokenizer.tokens.vocab_size
+        self._bits = np.zeros((len(rows), 4 * -(-vocab_size // 32)), dtype=np.uint8)
         self._begun = {_place(sequence): index for index, sequence in enumerate(sequences)}
         self._work.begin(
             [
@@ -232,10 +233,6 @@ class Grammars:
         """Return whether a sequence has used up its budget of time; its mask is empty."""
         progress = self._progress.get(seq_id)
         return progress is not None and progress.account.is_over
-
-    def _width(self) -> int:
-        """Return the bytes of a mask."""
-        return 4 * -(-(self._vocab_size if self._tokenizer is None else self._tokenizer.tokens.vocab_size) // 32)
 
     def _advance(self, sequence: PlannedSequence) -> tuple[_MatcherProgress, list[int]]:
         """Return the progress of a sequence, and its tokens that are still to be consumed."""

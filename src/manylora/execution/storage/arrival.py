@@ -107,7 +107,7 @@ class Arrival:
             if self.error is not None or not self._counts or self._counts[-1] < num_pages:
                 return math.inf
             place = bisect_left(self._counts, num_pages)
-            while self._num_over <= place and self._has_happened(self._num_over):
+            while self._num_over <= place and ((event := self._events[self._num_over]) is None or event.query()):
                 self._num_over += 1
             if place < self._num_over:
                 return 0.0
@@ -124,10 +124,6 @@ class Arrival:
     @property
     def _is_over(self) -> bool:
         return self.is_complete or self.error is not None
-
-    def _has_happened(self, place: int) -> bool:
-        event = self._events[place]
-        return event is None or bool(event.query())
 
     def _notify(self) -> list[Callable[[], None]]:
         """Wake the waiting threads; return the watchers, which are dropped after the last change."""

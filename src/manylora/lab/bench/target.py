@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -122,7 +123,7 @@ class TokenPrompts:
     def __init__(self, vocab_size: int, seed: int) -> None:
         self._vocab_size = vocab_size
         self._seed = seed
-        self._blocks: dict[tuple[int, int], list[int]] = {}
+        self._shared = cache(partial(self._draw, SHARED))  # the tokens of a block, by name and size
 
     def make(self, index: int, request: RequestSpec) -> list[int]:
         """Return the prompt of request number ``index``; blocks of one name are the same in every prompt."""
@@ -132,12 +133,6 @@ class TokenPrompts:
             size = min(request.prefix_block_tokens, left - len(tokens))
             tokens += self._shared(name, request.prefix_block_tokens)[:size]
         return tokens + self._draw(OWN, index, left - len(tokens))
-
-    def _shared(self, name: int, size: int) -> list[int]:
-        block = self._blocks.get((name, size))
-        if block is None:
-            block = self._blocks[name, size] = self._draw(SHARED, name, size)
-        return block
 
     def _draw(self, kind: int, number: int, count: int) -> list[int]:
         rng = np.random.default_rng([self._seed, kind, number])

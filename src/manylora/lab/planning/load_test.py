@@ -235,7 +235,8 @@ class LoadTests:
         """Yield a run of each workload: each made when the one before was taken, or all at the same time in a pool."""
         under_way = []
         for seed, workload in enumerate(workloads):
-            self._on_run(f"{rate:.3g} req/s, {_replicas(num_replicas)}, seed {self.scenario.seed + seed}")
+            replicas = f"{num_replicas} replica{'s' * (num_replicas != 1)}"
+            self._on_run(f"{rate:.3g} req/s, {replicas}, seed {self.scenario.seed + seed}")
             wanted = (workload, self.config(num_replicas, seed), self.objective, most_late)
             if self._pool is not None:
                 under_way.append(self._pool.submit(_run, *wanted))
@@ -289,7 +290,3 @@ class _LateRequests:
             self.num_late[name] += (first_at if name == "ttft" else event.at) - event.arrived_at > limit
             if self.num_late[name] > self._most[name]:
                 raise _StoppedEarly
-
-
-def _replicas(num: int) -> str:
-    return "1 replica" if num == 1 else f"{num} replicas"

@@ -10,14 +10,13 @@ import numpy as np
 
 from manylora.core.errors import ConfigError
 from manylora.core.options import CheckedOptions, option
-from manylora.lab.workloads.traces.requests import read_requests
+from manylora.lab.workloads.traces.requests import RequestLengths, read_requests
 from manylora.lab.workloads.workload import FloatArray, IntArray
 
 __all__ = [
     "DISTRIBUTIONS",
     "LENGTHS",
     "Distribution",
-    "DrawnLengths",
     "ExponentialTokens",
     "FixedTokens",
     "GammaTokens",
@@ -34,25 +33,13 @@ __all__ = [
 MOST_TOKENS = 1 << 24  # of a prompt or an answer: beyond any context, and a prompt is made token by token
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnLengths:
-    """Lengths of requests, in order of arrival."""
-
-    prompt: IntArray  # prompt tokens, at least 1
-    output: IntArray  # answer tokens, at least 1
-    # Names of the blocks each prompt begins with, where a trace tells; shared names are shared tokens.
-    prefix: tuple[tuple[int, ...], ...] | None = None
-    prefix_block_tokens: int = 512  # tokens in each of those blocks
-    tenants: tuple[str, ...] | None = None  # tenant of each, where a trace tells
-
-
 class Lengths(Protocol):
     """Draws the lengths of requests."""
 
     kind: ClassVar[str]
 
-    def draw(self, num: int, rng: np.random.Generator) -> DrawnLengths:
-        """Return the lengths of ``num`` requests."""
+    def draw(self, num: int, rng: np.random.Generator) -> RequestLengths:
+        """Return the lengths of ``num`` requests, in tokens, at least 1 each."""
         ...
 
 
@@ -102,12 +89,12 @@ class TraceLengths(CheckedOptions):
     pairing: Literal["rows", "independent"] = "rows"
     bounds: TokenBounds = TokenBounds()
 
-    def draw(self, num: int, rng: np.random.Generator) -> DrawnLengths:
+    def draw(self, num: int, rng: np.random.Generator) -> RequestLengths:
         """Return the lengths of ``num`` rows, each drawn at random from the trace."""
         trace = read_requests(self.file)
         rows = rng.integers(0, len(trace.prompt), num)
         answers = rows if self.pairing == "rows" else rng.integers(0, len(trace.output), num)
-        return DrawnLengths(*self.bounds.fit(trace.prompt[rows], trace.output[answers], self.scale))
+        return RequestLengths(*self.bounds.fit(trace.prompt[rows], trace.output[answers], self.scale))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,19 +109,19 @@ class ReplayLengths(CheckedOptions):
     scale: float = option(1.0, above=0, help="Factor on both lengths, and on the blocks of prefixes.")
     bounds: TokenBounds = TokenBounds()
 
-    def draw(self, num: int, rng: np.random.Generator) -> DrawnLengths:
+    def draw(self, num: int, rng: np.random.Generator) -> RequestLengths:
         """Return the lengths of the first ``num`` rows; after the last row the trace begins again."""
         trace = read_requests(self.file)
         rows = np.arange(num) % len(trace.prompt)
         prompt, output = self.bounds.fit(trace.prompt[rows], trace.output[rows], self.scale)
         tenants = None if trace.tenants is None else tuple([trace.tenants[row] for row in rows.tolist()])
         if trace.prefix is None:
-            return DrawnLengths(prompt, output, tenants=tenants)
+            return RequestLengths(prompt, output, tenants=tenants)
         block = max(1, round(trace.prefix_block_tokens * self.scale))
         prefix = tuple(
             trace.prefix[row][: -(-tokens // block)] for row, tokens in zip(rows.tolist(), prompt.tolist(), strict=True)
         )
-        return DrawnLengths(prompt, output, prefix, block, tenants)
+        return RequestLengths(prompt, output, prefix, block, tenants)
 
 
 class Distribution(Protocol):
@@ -229,7 +216,7 @@ class ParametricLengths(CheckedOptions):
     scale: float = option(1.0, above=0, help="Factor on both lengths.")
     bounds: TokenBounds = TokenBounds()
 
-    def draw(self, num: int, rng: np.random.Generator) -> DrawnLengths:
+    def draw(self, num: int, rng: np.random.Generator) -> RequestLengths:
         """Return ``num`` pairs of a prompt's and an answer's length."""
         # A stream each, so that another distribution of answers leaves the prompts as they are.
         of_prompt, of_output, of_pairs = rng.spawn(3)
@@ -239,7 +226,7 @@ class ParametricLengths(CheckedOptions):
             second = self.correlation * first + np.sqrt(1 - self.correlation**2) * second
             prompt = np.sort(prompt)[_ranks(first)]
             output = np.sort(output)[_ranks(second)]
-        return DrawnLengths(*self.bounds.fit(prompt, output, self.scale))
+        return RequestLengths(*self.bounds.fit(prompt, output, self.scale))
 
 
 def _ranks(values: FloatArray) -> IntArray:

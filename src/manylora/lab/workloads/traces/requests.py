@@ -16,24 +16,30 @@ from manylora.core.errors import ConfigError
 from manylora.lab.workloads.traces.rows import header_of, read_csv, read_json_lines
 from manylora.lab.workloads.workload import FloatArray, IntArray
 
-__all__ = ["RequestTrace", "read_azure_llm", "read_length_pairs", "read_mooncake", "read_requests"]
+__all__ = ["RequestLengths", "RequestTrace", "read_azure_llm", "read_length_pairs", "read_mooncake", "read_requests"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RequestTrace:
-    """Requests in order of arrival (or, without times, of the file)."""
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestLengths:
+    """Lengths of requests, in order of arrival."""
 
-    arrival_s: FloatArray | None  # seconds since the first request; ``None`` in a trace that has only lengths
-    prompt: IntArray
+    prompt: IntArray  # prompt tokens
     output: IntArray  # answer tokens
-    # Names of the blocks each prompt consists of, the last one perhaps in part; ``None`` if unknown.
+    # Names of the blocks each prompt begins with, the last one perhaps in part, where a trace tells; shared names are
+    # shared tokens.
     prefix: tuple[tuple[int, ...], ...] | None = None
-    prefix_block_tokens: int = 512
-    # Tenant of each, from a column ``tenant`` beside those of the family; ``None`` without it.
-    tenants: tuple[str, ...] | None = None
+    prefix_block_tokens: int = 512  # tokens in each of those blocks
+    tenants: tuple[str, ...] | None = None  # tenant of each, where a trace tells, by a column ``tenant``
 
     def __len__(self) -> int:
         return len(self.prompt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RequestTrace(RequestLengths):
+    """Requests in order of arrival (or, without times, of the file)."""
+
+    arrival_s: FloatArray | None  # seconds since the first request; ``None`` in a trace that has only lengths
 
 
 def read_azure_llm(file: Path) -> RequestTrace:
