@@ -100,11 +100,6 @@ class Reference:
             self._model: Any = PeftModel.from_pretrained(loaded, adapter).eval()
 
     @property
-    def vocab_size(self) -> int:
-        """Tokens that it has logits for."""
-        return int(self._model.get_output_embeddings().weight.shape[0])
-
-    @property
     def invocation(self) -> tuple[int, ...]:
         """Tokens that activate the adapter; empty if it is always active."""
         return tuple(getattr(self._model.active_peft_config, "alora_invocation_tokens", None) or ())

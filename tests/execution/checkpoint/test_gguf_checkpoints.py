@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from checkpoint_cases import SIZES, build, check_weights, file_of
+from checkpoint_cases import SIZES, build, check_weights, file_of, numbers_of
 from gguf import GGMLQuantizationType as Kind
 from gguf_cases import NORMS_PLUS_ONE, write_gguf
 from transformers import (
@@ -120,7 +120,7 @@ def test_floats_are_views_of_the_file(tmp_path: Path, kind: Kind) -> None:
     read = write_gguf(path, build(CONFIGS["qwen3"]), "qwen3", halves_of_rows(kind))
     check_weights(path, {name: torch.from_numpy(numbers) for name, numbers in read.items()})
     checkpoint = open_checkpoint(str(path))
-    weight = checkpoint.tensor("model.layers.0.mlp.up_proj.weight")
+    weight = numbers_of(checkpoint, "model.layers.0.mlp.up_proj.weight")
     assert weight.dtype is (torch.float16 if kind is Kind.F16 else torch.bfloat16)
     assert file_of(weight) == path.name
     checkpoint.weights.close()

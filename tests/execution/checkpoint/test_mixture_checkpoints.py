@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_cases import build, change_config, change_tensors
+from checkpoint_cases import build, change_config, change_tensors, numbers_of
 from families import refer, serve
 from mixture_cases import MIXTURES, write_mixture
 from torch import Tensor
@@ -47,7 +47,7 @@ def test_experts_are_those_that_transformers_merges(tmp_path: Path, name: str, d
     assert set(checkpoint.names) == set(expected)
     assert "model.layers.1.mlp.experts.gate_up_proj" in checkpoint.names
     for parameter in checkpoint.names:
-        assert checkpoint.tensor(parameter).float().equal(expected[parameter].float()), parameter
+        assert numbers_of(checkpoint, parameter).float().equal(expected[parameter].float()), parameter
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -80,7 +80,10 @@ def test_codes_of_experts_are_widened(bases: Callable[[str], tuple[Path, Path]],
     assert not any(".experts." in parameter for parameter in kept)
     for parameter in checkpoint.names:
         torch.testing.assert_close(
-            checkpoint.tensor(parameter), expected.tensor(parameter), rtol=0 if "mxfp4" in name else 1e-6, atol=1e-9
+            numbers_of(checkpoint, parameter),
+            numbers_of(expected, parameter),
+            rtol=0 if "mxfp4" in name else 1e-6,
+            atol=1e-9,
         )
 
 
@@ -109,7 +112,7 @@ def test_mxfp4_is_widened_as_transformers_does(bases: Callable[[str], tuple[Path
     names = [name for name in checkpoint.names if "experts" in name and not name.endswith("bias")]
     assert len(names) == 4
     for name in names:
-        weight = checkpoint.tensor(name)
+        weight = numbers_of(checkpoint, name)
         assert weight.dtype is dtype
         assert weight.equal(loaded[name])
 
@@ -122,7 +125,7 @@ def test_numbers_beside_the_configuration_of_mxfp4_are_read(
     shutil.copytree(plain, tmp_path, dirs_exist_ok=True)
     shutil.copy(coded / "config.json", tmp_path)
     checkpoint = open_checkpoint(str(tmp_path))
-    assert checkpoint.tensor(UP).equal(open_checkpoint(str(plain)).tensor(UP))
+    assert numbers_of(checkpoint, UP).equal(numbers_of(open_checkpoint(str(plain)), UP))
 
 
 def replace(old: str, change: Callable[[Tensor], Tensor | None], new: str = "") -> Callable[[dict[str, Tensor]], None]:

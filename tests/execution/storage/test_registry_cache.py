@@ -129,7 +129,7 @@ def test_a_killed_download_goes_on_at_the_byte_reached(tmp_path: Path) -> None:
         server.asked.clear()
         assert read(registry, 100_000, 300_000, f"{server.url}/a/adapter_model.safetensors") == CONTENT[100_000:]
         assert server.ranges() == ["bytes=200000-299999"]
-        registry.close()
+        registry._asked.close()
 
 
 def kept_ranges(folder: Path) -> list[tuple[int, int]]:

@@ -82,7 +82,7 @@ class _ReplicaBlocks:
 
 
 class SentPrefixes:
-    """Which replicas hold which blocks; ``num_blocks`` of them, over all replicas."""
+    """Which replicas hold which blocks."""
 
     def __init__(self) -> None:
         self._holders: dict[int, int] = {}  # bits of the replicas that hold a block
@@ -90,11 +90,6 @@ class SentPrefixes:
         self._by_place: list[_ReplicaBlocks | None] = []  # by the place of the bit
         self._expecting: list[ReplicaView] = []
         self._most_each = MOST_BLOCKS_EACH
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks over all replicas."""
-        return sum(len(held.blocks) for held in self._held.values())
 
     def join(self, view: ReplicaView) -> None:
         """Take in a replica, which holds nothing yet."""

@@ -78,11 +78,6 @@ class Checkpoint:
             raise ConfigError(f"Got model = {self.model!r}: its files lack {name!r}")
         return self.weights.read(name)
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return a weight as numbers: as stored, or float32 if it is stored as codes. Raises as ``linear``."""
-        weight = self.linear(name)
-        return weight.dequantise() if isinstance(weight, Codes) else weight
-
     def drop(self) -> None:
         """Give back memory of the files that was read; views of them stay valid."""
         _drop_pages(self.weights.paths)

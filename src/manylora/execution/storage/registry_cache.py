@@ -320,10 +320,6 @@ class CachedRegistry:
             raise AdapterUnavailable(name, f"{file_of(url)} cannot be compared with its checksum: no room in the cache")
         yield from self._free().parts(name, url, head, offset, end - offset)
 
-    def close(self) -> None:
-        """Close all connections."""
-        self._free().close()
-
     def _checked(self, name: str, url: str) -> tuple[str, str]:
         """Return a URL that is allowed, and the checksum that it demands."""
         url, _, digest = self._asked.allow(name, url).partition("#sha256=")

@@ -11,14 +11,7 @@ from manylora.lab.experiments.findings import Comparison, Findings, Verdict, ove
 from manylora.lab.experiments.spec import Claim
 from manylora.lab.measure import Estimate
 
-__all__ = [
-    "WORDS",
-    "as_json",
-    "as_markdown",
-    "format_figure",
-    "format_interval",
-    "format_published",
-]
+__all__ = ["WORDS", "as_json", "as_markdown", "format_figure", "format_interval", "format_published"]
 
 WORDS = {
     Verdict.AGREES: "agrees",

@@ -30,16 +30,7 @@ from manylora.lab.planning.plan import TrafficDemand
 from manylora.lab.sim.scenario import read_setting, with_setting
 from manylora.lab.tables import TableReader
 
-__all__ = [
-    "SHORT",
-    "Axis",
-    "PlanSettings",
-    "Variant",
-    "adapters_in",
-    "read_axis",
-    "read_plan_settings",
-    "variants",
-]
+__all__ = ["SHORT", "Axis", "PlanSettings", "Variant", "adapters_in", "read_axis", "read_plan_settings", "variants"]
 
 SHORT = {
     "adapters": "workload.adapters.count",

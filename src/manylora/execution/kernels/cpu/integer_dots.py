@@ -28,14 +28,7 @@ from numba.extending import intrinsic
 from manylora.execution.kernels.cpu.forms import BLOCK, HALF_BLOCK, TILE
 from manylora.execution.kernels.cpu.vectors import INT, LANES, VECTOR, address, row_addresses, spread, store, zero_sums
 
-__all__ = [
-    "HAS_INTEGER_DOTS",
-    "MOST_ROWS",
-    "dots_4",
-    "dots_4_halved",
-    "dots_8",
-    "dots_8_halved",
-]
+__all__ = ["HAS_INTEGER_DOTS", "MOST_ROWS", "dots_4", "dots_4_halved", "dots_8", "dots_8_halved"]
 
 _FEATURES = llvmlite.binding.get_host_cpu_features()
 HAS_INTEGER_DOTS = bool(_FEATURES.get("avx512vnni" if LANES == 16 else "avxvnni"))
