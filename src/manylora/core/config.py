@@ -216,10 +216,7 @@ class AdapterConfig(CheckedOptions):
     max_registered: int = option(100_000, unit="adapters", at_least=1, help="Most adapters registered at once.")
     max_adapter_bytes: int = option(16 * GIB, unit="bytes", above=0, help="Largest weight file accepted.")
     max_adapter_share: float = _adapters(
-        0.75,
-        above=0,
-        at_most=1,
-        help="Largest adapter, as a share of the pages of the pool; a larger one is refused.",
+        0.75, above=0, at_most=1, help="Largest adapter, as a share of the pages of the pool; a larger one is refused."
     )
     read_timeout_s: float = option(
         300.0, unit="s", above=0, help="Time to read an adapter, after which it is refused and its reader ended."
@@ -302,10 +299,7 @@ class AdapterConfig(CheckedOptions):
         "or run on its layers as they arrive; auto chooses for each request, by predicted time to first token.",
     )
     look_ahead: int = _adapters(
-        10,
-        unit="requests",
-        at_least=0,
-        help="Waiting requests whose adapters are loaded before their turn; 0 is none.",
+        10, unit="requests", at_least=0, help="Waiting requests whose adapters are loaded before their turn; 0 is none."
     )
     forecast: bool = _adapters(False, help="Also load adapters without waiting requests whose next request is due.")
     forecast_by: str = _adapters(
@@ -466,8 +460,7 @@ class ServerConfig:
         help="Largest request body; by default 16 bytes per token of the context, at least 1 MiB.",
     )
     shared_prefixes: bool = _http(
-        False,
-        help="Share cached prefixes between API keys. Response times can then reveal the prompts of another key.",
+        False, help="Share cached prefixes between API keys. Response times can then reveal the prompts of another key."
     )
     start_timeout_s: float = _http(
         600.0,

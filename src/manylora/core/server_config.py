@@ -121,9 +121,7 @@ class PublishConfig:
         False, help="Take adapters with requests, PUT /adapters/NAME; their files are kept in memory, not on disk."
     )
     publish_shm: str | None = _adapters(
-        None,
-        metavar="PREFIX",
-        help="With --publish: also take adapters from files in /dev/shm whose names begin so.",
+        None, metavar="PREFIX", help="With --publish: also take adapters from files in /dev/shm whose names begin so."
     )
     publish_bytes: int = _adapters(
         4 * 1024**3,

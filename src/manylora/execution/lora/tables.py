@@ -110,12 +110,7 @@ class LoraSpace:
             by_splits: dict[int, StepTables] = {}
             for power in range(power_of_two(num_tokens).bit_length()):
                 room = TableSizes(
-                    num_blocks=1 << power,
-                    num_items=1,
-                    num_rows=1 << power,
-                    max_rank=16,
-                    max_planes=1,
-                    expert_rank=16,
+                    num_blocks=1 << power, num_items=1, num_rows=1 << power, max_rank=16, max_planes=1, expert_rank=16
                 )
                 tables = StepTables(self, room, block_rows)
                 tables.plan()

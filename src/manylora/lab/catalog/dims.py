@@ -56,9 +56,7 @@ class ModelDims:
     tie_embeddings: bool = False  # whether the head is the embedding
     has_attention_bias: bool = False  # whether q, k and v have biases
     dtype: str = option(
-        "bfloat16",
-        choices=tuple(ELEMENT_BYTES),
-        help="Precision of adapters and activations, and by default of KV.",
+        "bfloat16", choices=tuple(ELEMENT_BYTES), help="Precision of adapters and activations, and by default of KV."
     )
     # Bits per weight of the layers' matrices in a quantised base, whose embedding and head stay in ``dtype``; ``None``
     # for an unquantised base.

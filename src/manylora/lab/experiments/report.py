@@ -132,12 +132,7 @@ def _section(findings: Findings) -> list[str]:
 
 def _row(comparison: Comparison) -> str:
     claim = comparison.claim
-    cells = (
-        claim.text,
-        format_published(claim),
-        format_interval(comparison.ours, claim),
-        WORDS[comparison.verdict],
-    )
+    cells = (claim.text, format_published(claim), format_interval(comparison.ours, claim), WORDS[comparison.verdict])
     return f"| {' | '.join(cells)} |"
 
 

@@ -76,10 +76,7 @@ class Setup:
     lora_kernel: str = option("ragged", help="Kernels that compute adapters.")
     copies: str | None = option(None, help="Path of adapter copies; by default that of the kernels.")
     link_share: float | None = option(
-        None,
-        above=0,
-        at_most=1,
-        help="Share of the link's bandwidth that copies reach; replaces that of `copies`.",
+        None, above=0, at_most=1, help="Share of the link's bandwidth that copies reach; replaces that of `copies`."
     )
     tensor_parallel_size: int = option(
         1, panel="Setup", unit="devices", at_least=1, help="Devices that share each layer of a replica."
@@ -120,9 +117,7 @@ class Setup:
         None, unit="bits", at_least=1, help="Bits per weight of a quantised base; by default as the model has them."
     )
     kv_cache_dtype: str | None = option(
-        None,
-        choices=("float32", "bfloat16", "float16", "int8"),
-        help="Type of KV in pages; by default the model's.",
+        None, choices=("float32", "bfloat16", "float16", "int8"), help="Type of KV in pages; by default the model's."
     )
     max_model_len: int | None = option(
         None, unit="tokens", at_least=2, help="Longest context; by default the model's own."

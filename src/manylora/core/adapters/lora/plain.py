@@ -284,8 +284,7 @@ def locate_modules(
         if parts.keys() - set(extra):
             if not is_target:
                 raise AdapterError(
-                    name,
-                    f"module {stored_name!r} has weights, but is no target by target_modules and its companions",
+                    name, f"module {stored_name!r} has weights, but is no target by target_modules and its companions"
                 )
         elif is_target:
             missing.append(stored_name)

@@ -176,10 +176,7 @@ class SimulatedExecutor:
             tokens.pop(seq_id, None)
             prompt_logprobs.pop(seq_id, None)
         self._last = StepResult(
-            tokens=tokens,
-            late=frozenset(self._late),
-            prompt_logprobs=prompt_logprobs,
-            cpu_share=step.cpu_share,
+            tokens=tokens, late=frozenset(self._late), prompt_logprobs=prompt_logprobs, cpu_share=step.cpu_share
         )
         self._steps = [*self._steps[-1:], SimulatedWork(ready_at, self._last, begins_at)]
         return self._steps[-1]

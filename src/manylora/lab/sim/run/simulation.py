@@ -361,10 +361,7 @@ def _arrivals(workload: Workload, config: SimulationConfig) -> Iterator[tuple[fl
                 request_id=str(index),
                 prompt=prompts.prompt(index, spec),
                 sampling=SamplingParams(
-                    max_tokens=_cap(spec, config),
-                    seed=index,
-                    stop_token_ids=(END.token_id,),
-                    ignore_eos=True,
+                    max_tokens=_cap(spec, config), seed=index, stop_token_ids=(END.token_id,), ignore_eos=True
                 ),
                 model=spec.adapter or BASE_NAME,
                 tenant=spec.tenant,
