@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 
-from manylora.core.memory.eviction.costs import LinearCost, ReloadCosts
 from manylora.core.memory.eviction.fastlibra import FastLibraEviction
-from manylora.core.memory.eviction.policy import Depth, EvictionPolicy, IdleItem, ItemKey
+from manylora.core.memory.eviction.policy import Depth, EvictionPolicy, IdleItem, ItemKey, LinearCost, ReloadCosts
 from manylora.core.memory.eviction.price import PriceEviction
 from manylora.core.memory.eviction.published import ByAge, GdsfScore, WeightedScore
 from manylora.core.memory.eviction.ranking import KeyedEviction

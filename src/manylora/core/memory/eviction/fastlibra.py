@@ -24,8 +24,7 @@ from collections import Counter
 
 import numpy as np
 
-from manylora.core.memory.eviction.costs import ReloadCosts
-from manylora.core.memory.eviction.policy import Depth, EvictionPolicy, IdleItem, ItemKey
+from manylora.core.memory.eviction.policy import Depth, EvictionPolicy, IdleItem, ItemKey, ReloadCosts
 from manylora.core.memory.eviction.ranking import Ranking
 from manylora.core.types import AdapterKey
 

@@ -6,7 +6,7 @@
 
 Adapters and prefixes use the same memory, and a request waits for copies of weights as for recomputed prompts. So both
 have a price in the same unit, seconds saved per second and page, and the cheapest item is dropped. Reload times are
-measured (``costs.py``); no weight is set by hand.
+measured (``policy.py``); no weight is set by hand.
 
 The rate of reuse is a hazard rate, learnt online from gaps between uses, for adapters and blocks separately. Whether
 *frequency* or *recency* predicts reuse depends on the workload (independent draws: only frequency; sessions:
@@ -41,8 +41,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from manylora.core.memory.eviction.costs import ReloadCosts
-from manylora.core.memory.eviction.policy import Depth, EvictionPolicy, IdleItem, ItemKey
+from manylora.core.memory.eviction.policy import Depth, EvictionPolicy, IdleItem, ItemKey, ReloadCosts
 from manylora.core.memory.eviction.ranking import Ranking
 from manylora.core.types import AdapterKey
 

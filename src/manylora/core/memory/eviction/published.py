@@ -32,8 +32,7 @@ from collections import deque
 from collections.abc import Hashable, Iterable
 from typing import Protocol
 
-from manylora.core.memory.eviction.costs import ReloadCosts
-from manylora.core.memory.eviction.policy import Depth, EvictionPolicy, IdleItem, ItemKey
+from manylora.core.memory.eviction.policy import Depth, EvictionPolicy, IdleItem, ItemKey, ReloadCosts
 from manylora.core.memory.eviction.ranking import Ranking
 from manylora.core.types import AdapterKey
 
