@@ -164,15 +164,8 @@ class ReaderProcess:
     ) -> bytes:
         """Read a version that was registered, layer by layer; return its digests if it is read for the first time.
 
-        Args:
-            version: The version.
-            begin: Takes the adapter while its image is still empty; called once, first.
-            advance: Takes the number of pages that are full, counted from the first; in the end of all pages.
-            is_urgent: Whether it is read at the priority of steps.
-
-        Raises:
-            AdapterError: The adapter is another version now, it cannot be read, or the process died while it read it.
-            CapacityError: No process could be started.
+        ``begin`` and ``advance`` are as in ``AdapterFiles.read_layers``. ``is_urgent`` is whether it is read at the
+        priority of steps. ``AdapterError`` also if the process died; ``CapacityError`` if none could be started.
         """
         digests = b""
         with self._lock:

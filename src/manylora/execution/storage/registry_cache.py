@@ -302,20 +302,17 @@ class CachedRegistry:
         """Yield a range of a file; raises the errors of ``Registry.read``."""
         url, digest = self._checked(name, url)
         end = offset + length
-        try:
-            if self._disk is not None and (digest or _is_settled(head)):
-                with self._disk.locked(url, head) as file:
-                    if file is not None:
-                        self._fill(name, url, file, *((0, head.size) if digest else (offset, end)))
-                        if file.is_whole:
-                            self._compare_whole(name, url, file, digest)
-                        for part in file.read(offset, end):
-                            offset += len(part)
-                            yield part
-                        file.settle()
-                        return
-        except OSError as error:
-            logger.warning("registry_cache_failed error=%r", error.strerror or error)
+        if self._disk is not None and (digest or _is_settled(head)):
+            with _logged(), self._disk.locked(url, head) as file:
+                if file is not None:
+                    self._fill(name, url, file, *((0, head.size) if digest else (offset, end)))
+                    if file.is_whole:
+                        self._compare_whole(name, url, file, digest)
+                    for part in file.read(offset, end):
+                        offset += len(part)
+                        yield part
+                    file.settle()
+                    return
         if digest:
             raise AdapterUnavailable(name, f"{file_of(url)} cannot be compared with its checksum: no room in the cache")
         yield from self._free().parts(name, url, head, offset, end - offset)
@@ -331,29 +328,22 @@ class CachedRegistry:
         """Return the head of a file, if that and the first bytes are here."""
         if self._disk is None:
             return None
-        try:
-            with self._disk.locked(url) as file:
-                if file is None:
-                    return None
-                num_first = min(file.kept.head.size, FIRST_BYTES)
-                if list(file.gaps(0, num_first)):
-                    return None
+        with _logged(), self._disk.locked(url) as file:
+            if file is None:
+                return None
+            num_first = min(file.kept.head.size, FIRST_BYTES)
+            if not list(file.gaps(0, num_first)):
                 return msgspec.structs.replace(file.kept.head, first=b"".join(file.read(0, num_first)))
-        except OSError as error:
-            logger.warning("registry_cache_failed error=%r", error.strerror or error)
-            return None
+        return None
 
     def _keep(self, url: str, head: RemoteHead) -> None:
         """Keep what came with an opening."""
         if self._disk is None or not _is_settled(head):
             return
-        try:
-            with self._disk.locked(url, head) as file:
-                if file is not None and list(file.gaps(0, len(head.first))):
-                    file.write(0, head.first)
-                    file.note(0, len(head.first))
-        except OSError as error:
-            logger.warning("registry_cache_failed error=%r", error.strerror or error)
+        with _logged(), self._disk.locked(url, head) as file:
+            if file is not None and list(file.gaps(0, len(head.first))):
+                file.write(0, head.first)
+                file.note(0, len(head.first))
 
     def _fill(self, name: str, url: str, file: DiskFile, begin: int, end: int) -> None:
         """Fetch the parts of a range that are not here."""
@@ -406,6 +396,14 @@ class CachedRegistry:
                 assert self._disk is not None
                 self._disk.remove(url)
                 raise
+
+
+@contextmanager
+def _logged() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        logger.warning("registry_cache_failed error=%r", error.strerror or error)
 
 
 def _is_settled(head: RemoteHead) -> bool:
