@@ -17,8 +17,9 @@ from typing import Any
 from publishing import arguments, publish, table
 
 from manylora.functions.decisions.preload import Preloader
-from manylora.lab.functions import FunctionsSetup, FunctionsSimulation
 from manylora.lab.functions.holding import Holding
+from manylora.lab.functions.setup import FunctionsSetup
+from manylora.lab.functions.simulation import FunctionsSimulation
 from manylora.lab.workloads import make_workload
 from manylora.lab.workloads.callers import GammaCallers
 from manylora.lab.workloads.lengths import LognormalTokens, ParametricLengths

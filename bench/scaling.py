@@ -29,7 +29,7 @@ from publishing import arguments, publish, table
 from tqdm import tqdm
 from traces import read_metric
 
-from manylora.core.scaling import Scaler, ScalingDecision, ScalingPolicy
+from manylora.core.scaling.autoscaler import Scaler, ScalingDecision, ScalingPolicy
 from manylora.core.scaling.watch import FleetLoad
 from manylora.lab.measure import Slo
 from manylora.lab.sim.run.scaling import ReplicaSpan, SimulatedScaling

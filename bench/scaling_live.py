@@ -29,7 +29,7 @@ from publishing import Others, arguments, publish, reason_if_busy, table
 from scaling import count_flaps, make_day, replica_seconds
 
 from manylora.core.config import AdapterConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
-from manylora.core.scaling import ScalingPolicy
+from manylora.core.scaling.autoscaler import ScalingPolicy
 from manylora.core.server_config import FleetConfig
 from manylora.demo import demo_model_path
 from manylora.lab.bench.load import run_load

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import random
 
-from manylora.lab.functions import FunctionsRun, FunctionsSetup, FunctionsSimulation
+from manylora.lab.functions.setup import FunctionsSetup
+from manylora.lab.functions.simulation import FunctionsRun, FunctionsSimulation
 from manylora.lab.workloads import AdapterSpec, RequestSpec, Workload
 
 DIGEST = "5f363ede686f12e872bff158756ed8d8"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from manylora.core.engine.status import AdapterStatus
-from manylora.core.scaling import ScalingDecision
+from manylora.core.scaling.autoscaler import ScalingDecision
 from manylora.core.types import Request
 from manylora.serving.hosting.fleet.adapter_book import LoadedAdapter, UnavailableAdapter
 from manylora.serving.hosting.fleet.engines import Replica

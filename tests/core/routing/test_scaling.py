@@ -16,11 +16,11 @@ from manylora.core.errors import ConfigError
 from manylora.core.routing import ReplicaReport, ReplicaView
 from manylora.core.routing.policies import RandomRouter
 from manylora.core.routing.view import Sent
-from manylora.core.scaling import LoadWatch, ReplicaPhase, ScalingController, ScalingPolicy, WatchedDispatcher
-from manylora.core.scaling.autoscaler import Autoscaler
+from manylora.core.scaling.autoscaler import Autoscaler, ScalingPolicy
 from manylora.core.scaling.capacity import ReplicaCapacity, predict_capacity
+from manylora.core.scaling.controller import ReplicaPhase, ScalingController
 from manylora.core.scaling.forecast import RateForecast
-from manylora.core.scaling.watch import FleetLoad
+from manylora.core.scaling.watch import FleetLoad, LoadWatch, WatchedDispatcher
 from manylora.core.types import Request
 from manylora.lab.sim.run.scaling import SimulatedScaling
 from manylora.lab.sim.run.simulation import Run, simulate

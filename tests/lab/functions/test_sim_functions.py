@@ -13,8 +13,9 @@ from manylora.core.errors import ConfigError
 from manylora.functions.decisions.billing import PLATFORM, PriceList
 from manylora.lab.costs.idle import time_on_idle_engine
 from manylora.lab.costs.roofline import RooflineCost
-from manylora.lab.functions import FunctionsRun, FunctionsSetup, FunctionsSimulation, LoadTimes
 from manylora.lab.functions.device import Call, Turns
+from manylora.lab.functions.setup import FunctionsSetup, LoadTimes
+from manylora.lab.functions.simulation import FunctionsRun, FunctionsSimulation
 from manylora.lab.sim.run.simulation import simulate
 from manylora.lab.sim.setup import Setup, make_config
 from manylora.lab.workloads import AdapterSpec, RequestSpec, Workload

@@ -20,7 +20,7 @@ from manylora.core.config import EngineConfig, ServerConfig
 from manylora.core.errors import ConfigError, EngineDead
 from manylora.core.plan import StepPlan
 from manylora.core.ports import EngineParts
-from manylora.core.scaling import ScalingPolicy
+from manylora.core.scaling.autoscaler import ScalingPolicy
 from manylora.core.server_config import FleetConfig
 from manylora.core.types import Request, SamplingParams
 from manylora.lab.sim.run.executor import SimulatedWork

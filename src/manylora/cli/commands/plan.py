@@ -39,7 +39,7 @@ from manylora.lab.planning.settings import (
 from manylora.lab.pool import start_processes
 from manylora.lab.sim.scenario import read_scenario
 from manylora.lab.sim.setup import Setup
-from manylora.lab.workloads.traces import read_requests
+from manylora.lab.workloads.traces.requests import read_requests
 
 __all__ = ["PlanProgress", "ServiceOptions", "plan_command"]
 

@@ -13,8 +13,9 @@ from manylora.core.errors import ConfigError
 from manylora.functions.decisions.billing import PLATFORM, Usage
 from manylora.lab.experiments.cases import Case, Curve, Result, cdf, read_workload
 from manylora.lab.experiments.spec import Table
-from manylora.lab.functions import FunctionsRun, FunctionsSetup, FunctionsSimulation
 from manylora.lab.functions.device import Call
+from manylora.lab.functions.setup import FunctionsSetup
+from manylora.lab.functions.simulation import FunctionsRun, FunctionsSimulation
 from manylora.lab.tables import TableReader
 from manylora.lab.workloads import make_workload
 

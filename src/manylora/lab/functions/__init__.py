@@ -2,8 +2,3 @@
 
 `manylora.functions.decisions` decides; `manylora.lab.costs` prices the steps.
 """
-
-from manylora.lab.functions.setup import FunctionsSetup, LoadTimes
-from manylora.lab.functions.simulation import FunctionsRun, FunctionsSimulation
-
-__all__ = ["FunctionsRun", "FunctionsSetup", "FunctionsSimulation", "LoadTimes"]

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from manylora.core.costs.rank_fit import StepFit
 from manylora.core.engine.status import EngineStats
-from manylora.core.scaling import ScalingDecision
+from manylora.core.scaling.autoscaler import ScalingDecision
 from manylora.serving.hosting.fleet.resumption import ResumeStats
 
 __all__ = [

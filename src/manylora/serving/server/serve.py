@@ -29,7 +29,7 @@ from manylora.core.config import EngineConfig, ServerConfig
 from manylora.core.errors import ConfigError
 from manylora.core.machine import count_cores
 from manylora.core.routing import Router, RouterContext, make_router
-from manylora.core.scaling import ScalingPolicy
+from manylora.core.scaling.autoscaler import ScalingPolicy
 from manylora.core.server_config import FleetConfig
 from manylora.demo import demo_model_path
 from manylora.serving.hosting.engine.service import builder_for

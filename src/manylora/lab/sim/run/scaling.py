@@ -16,7 +16,8 @@ from random import Random
 from manylora.core.engine.core import EngineCore
 from manylora.core.errors import CapacityError
 from manylora.core.options import CheckedOptions, option
-from manylora.core.scaling import ReplicaPhase, Scaler, ScalingController, ScalingDecision, ScalingPolicy
+from manylora.core.scaling.autoscaler import Scaler, ScalingDecision, ScalingPolicy
+from manylora.core.scaling.controller import ReplicaPhase, ScalingController
 
 __all__ = ["ReplicaSpan", "SimulatedScaling", "SimulatedStarts"]
 

@@ -34,7 +34,9 @@ from manylora.core.plan import AdapterLoad, PlannedSequence
 from manylora.core.plugins import options_for
 from manylora.core.ports import CoreParts
 from manylora.core.routing import DEFAULT_ROUTER, ROUTERS, Dispatcher, ReplicaReport, Router, RouterContext, make_router
-from manylora.core.scaling import LoadWatch, ScalingController, ScalingDecision, WatchedDispatcher
+from manylora.core.scaling.autoscaler import ScalingDecision
+from manylora.core.scaling.controller import ScalingController
+from manylora.core.scaling.watch import LoadWatch, WatchedDispatcher
 from manylora.core.scheduling import PREDICTORS, LengthPredictor, Sequence
 from manylora.core.scheduling.prediction.predictor import NoisyPredictor, OraclePredictor
 from manylora.core.types import Output, Request, SampledToken, SamplingParams, Tier

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from manylora.core.errors import EngineDead, ManyloraError
-from manylora.core.scaling import ScalingDecision, ScalingPolicy
+from manylora.core.scaling.autoscaler import ScalingDecision, ScalingPolicy
 from manylora.serving.hosting.fleet.adapter_book import AdapterBook, LoraModule
 from manylora.serving.hosting.fleet.adapters import FleetAdapters
 from manylora.serving.hosting.fleet.engines import FleetEngines

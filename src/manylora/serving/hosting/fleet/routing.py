@@ -22,7 +22,9 @@ from typing import TypeAlias
 from manylora.core.errors import AdapterError, CapacityError, ManyloraError
 from manylora.core.routing import DEFAULT_ROUTER, Dispatcher, FallbackRouter, ReplicaReport, Router, RouterContext
 from manylora.core.routing import make_router as router_named
-from manylora.core.scaling import LoadWatch, ReplicaPhase, ScalingController, ScalingPolicy, WatchedDispatcher
+from manylora.core.scaling.autoscaler import ScalingPolicy
+from manylora.core.scaling.controller import ReplicaPhase, ScalingController
+from manylora.core.scaling.watch import LoadWatch, WatchedDispatcher
 from manylora.serving.hosting.fleet.engines import FleetEngines
 from manylora.serving.hosting.fleet.keeper import SCARCITY, EngineKeeper, EngineState
 from manylora.serving.hosting.links.client import EngineClient
