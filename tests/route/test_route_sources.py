@@ -92,6 +92,23 @@ def test_backends_are_added_with_keys_of_their_own_and_drained(
     assert "of-second" not in caplog.text
 
 
+def test_servers_beyond_the_most_are_told_by_their_number(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not one by one at each change of any: those of a large pool are many."""
+    monkeypatch.setattr("manylora.route.fleet.members.MAX_BACKENDS", 1)
+
+    async def test() -> None:
+        async with servers(FakeServer()) as (one,), routing(one, admin_key="admin") as (proxy, client):
+            for other in ("http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:2"):
+                await client.ask("POST", "/backends", {"url": other}, **ADMIN)
+            assert [backend.url for backend in proxy.backends] == [one]
+
+    run(test)
+    told = [line.split()[1] for line in caplog.messages if "left_out" in line or "ignored" in line]
+    assert told == ["num=1", "num=2"]
+
+
 def test_a_key_that_is_replaced_in_its_file_is_sent_from_then_on(tmp_path: Path) -> None:
     async def test() -> None:
         fake, key = FakeServer(), tmp_path / "key"

@@ -21,10 +21,10 @@ from manylora.route.upstream.address import Address
 from manylora.route.upstream.pool import FetchFailed
 from manylora.serving.http.tenants import Tenant
 
-__all__ = ["Backends", "Catalog", "Found"]
+__all__ = ["MAX_BACKENDS", "Backends", "Catalog", "Found"]
 
 REFRESH_S = 1.0  # least time between two reads of all lists of models for requests with unknown names
-MAX_BACKENDS = 256  # further addresses are ignored
+MAX_BACKENDS = 256  # further addresses are left out
 MAX_MODELS_BYTES = 32 * 1024 * 1024
 MAX_LISTINGS = 32  # lists of models that are kept for tenants
 
@@ -213,10 +213,7 @@ class Backends:
 
     def join(self, address: Address, *, is_warm: bool) -> Backend | None:
         """Take in an address; return its backend, or ``None`` if it is there already or there are too many."""
-        if address.url in self._by_url:
-            return None
-        if len(self._by_url) >= MAX_BACKENDS:
-            logger.warning("backend_ignored url=%s reason=%r", address.url, "too many backends")
+        if address.url in self._by_url or len(self._by_url) >= MAX_BACKENDS:
             return None
         backend = self._by_url[address.url] = Backend(address, self.config, is_warm=is_warm)
         self.choice.join(backend)

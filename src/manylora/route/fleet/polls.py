@@ -18,7 +18,7 @@ from manylora.route.backend import Backend, BackendState
 from manylora.route.choice import Choice
 from manylora.route.config import ProxyConfig
 from manylora.route.fleet.adapters import RoutedAdapters
-from manylora.route.fleet.members import Backends
+from manylora.route.fleet.members import MAX_BACKENDS, Backends
 from manylora.route.metrics import ProxyMetrics
 from manylora.route.report import MetricsReader
 from manylora.route.upstream.address import Address
@@ -53,6 +53,7 @@ class Polls:
     rng: Random  # draws the time between polls
     _tasks: dict[Backend, asyncio.Task[None]] = field(default_factory=dict)
     _is_starting: bool = True
+    _num_left_out: int = 0  # addresses beyond the most backends
 
     # -- backends join and leave -------------------------------------------------------------------------------------
 
@@ -73,6 +74,9 @@ class Polls:
                 backend.read_key()
         for address in addresses.values():
             self._join(address)
+        if (num_left_out := len(addresses) - len(self.backends)) != self._num_left_out:
+            self._num_left_out = num_left_out
+            logger.warning("backends_left_out num=%d most=%d", num_left_out, MAX_BACKENDS)
 
     async def stop(self) -> None:
         """End the polls, and close every connection."""
