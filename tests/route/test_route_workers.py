@@ -218,7 +218,7 @@ def test_a_worker_that_starts_again_has_the_limits_that_are_left(tmp_path: Path)
             async with working(tmp_path, *urls, numbers=(1,), **options) as ((two, other),):
                 assert two._peers is not None
                 tenants: Any = two._peers._tenants
-                await until(lambda: bool(tenants.taken()))
+                await until(lambda: bool(tenants.room.taken()))
                 assert (await other.complete("b-own", **bearer("beta"))).status == 429
 
     run(test)

@@ -125,7 +125,7 @@ class Peers:
             with contextlib.suppress(OSError):  # it is not there yet, or has ended
                 reader, writer = await asyncio.open_unix_connection(self._worker.path(number))
                 try:
-                    taken = {} if self._tenants is None else self._tenants.taken()
+                    taken = {} if self._tenants is None else self._tenants.room.taken()
                     places, listed = self._choice.places(), self._sources.listed()
                     hello = Hello(self._worker.number, self._since, places, listed, taken)
                     self._outbox.join(number, writer.transport, hello)
@@ -177,7 +177,7 @@ class Peers:
                 if message.since < self._since:  # it knows the backends' places, this one has just begun
                     self._choice.arrange(message.places)
                 if self._tenants is not None:
-                    self._tenants.adopt(message.taken)
+                    self._tenants.room.adopt(message.taken)
             case Said():
                 self._sources.heed(message)
             case Asked():

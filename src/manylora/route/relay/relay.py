@@ -70,7 +70,7 @@ class Relay:
         try:
             caller = self.gate.check_inference(Request(scope))
             if self.tenants is not None:
-                self.tenants.check(caller)
+                self.tenants.room.check(caller)
             request = await self._read(scope, client, caller)
             while not await self._try(request, client, send):
                 pass

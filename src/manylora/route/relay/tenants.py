@@ -18,7 +18,7 @@ count of tokens there. So these counts are read in their place alone: in ``usage
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from manylora.route.config import ProxyConfig
@@ -158,16 +158,12 @@ class RoutedTenants:
         self._usage = usage
         self._key = None if config.router_key is None else f"Bearer {config.router_key}".encode()
         each = max(1, config.max_in_flight // 2)  # so that no tenant takes the room of all
-        self._room = CallerRoom(each, lambda: backends.num_up, limits_of=gate.limits_of)
-
-    def check(self, caller: str) -> None:
-        """Raise ``CapacityError`` (429) if a caller has no place or request left; before its body is read."""
-        self._room.check(caller)
+        self.room = CallerRoom(each, lambda: backends.num_up, limits_of=gate.limits_of)
 
     def begin(self, caller: str, found: Found, num_prompt_tokens: int, path: str = "") -> TenantCall:
         """Let a request to a path in; raise ``CapacityError`` (429) if a limit is exceeded."""
         tenant = self._gate.tenant(caller)
-        places = self._room.take(caller, 1, num_tokens=num_prompt_tokens, adapter=found.adapter or None)
+        places = self.room.take(caller, 1, num_tokens=num_prompt_tokens, adapter=found.adapter or None)
         call = TenantCall(caller, found.adapter, places, self._usage, num_prompt_tokens)
         if path == ECHOING:
             call.placed = PlacedCounts()
@@ -183,14 +179,6 @@ class RoutedTenants:
 
     def count(self, taken: PlaceTaken, *, is_new: bool) -> Places:
         """Count the place of a request that another worker has let in; of one that is not new, nothing a minute."""
-        return self._room.count(
+        return self.room.count(
             taken.caller, 1, num_tokens=taken.num_tokens, adapter=taken.adapter, takes_allowance=is_new
         )
-
-    def taken(self) -> dict[str, tuple[float, float]]:
-        """Return the requests and tokens that each caller took in the last minute."""
-        return self._room.taken()
-
-    def adopt(self, taken: Mapping[str, tuple[float, float]]) -> None:
-        """Take over what callers took by another worker's account, where it is more: this one may have just begun."""
-        self._room.adopt(taken)
