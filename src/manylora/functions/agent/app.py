@@ -8,7 +8,6 @@ answers; ``?backbone=NAME`` chooses another. The list of models is that of all b
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
@@ -112,13 +111,7 @@ def _context(
     )
     engine = EngineConfig(model=model)
     tokenizer = Tokenizer.load(folder)
-    metrics = Metrics(
-        engine,
-        has_adapter_histograms=config.adapter_histograms,
-        served_name=name,
-        epoch_s=time.time,
-        monotonic_s=time.monotonic,
-    )
+    metrics = Metrics(engine, has_adapter_histograms=config.adapter_histograms, served_name=name)
     return make_context(
         engine,
         config,

@@ -7,6 +7,7 @@ at the moment of the scrape (``scrape.py``). The event loop's thread feeds them;
 from __future__ import annotations
 
 import asyncio
+import time
 from bisect import bisect_left
 from collections import Counter as CountOf
 from collections import deque
@@ -132,8 +133,8 @@ class Metrics:
         *,
         has_adapter_histograms: bool,
         served_name: str,
-        epoch_s: Callable[[], float],
-        monotonic_s: Callable[[], float],
+        epoch_s: Callable[[], float] = time.time,
+        monotonic_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.latency = LatencyWindow()
         self.moves: deque[TimedMove] = deque(maxlen=MAX_MOVES)  # the last ones between tiers, for the live page

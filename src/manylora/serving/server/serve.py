@@ -15,7 +15,6 @@ import asyncio
 import functools
 import logging
 import socket
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -91,13 +90,7 @@ class Server:
         self._config = server
         self._modules = modules
         served_name = engine.model.served_model_name or engine.model.model
-        self._metrics = Metrics(
-            engine,
-            has_adapter_histograms=server.adapter_histograms,
-            served_name=served_name,
-            epoch_s=time.time,
-            monotonic_s=time.monotonic,
-        )
+        self._metrics = Metrics(engine, has_adapter_histograms=server.adapter_histograms, served_name=served_name)
         self._usage = None if server.usage is None else UsageLedger(Path(server.usage).expanduser())
         self._traces = sent_traces(server.web.traces, "manylora")
         self._shares: defaultdict[str, BaseShare] = defaultdict(BaseShare)  # by device
