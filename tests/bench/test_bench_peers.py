@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
+from cli_runs import app
 from peers import draw_requests, make_systems
 from typer.testing import CliRunner
 
-from manylora.cli.app import app
 from manylora.demo import demo_adapters, demo_model_path
 from manylora.lab.bench.rounds import in_turns, time_in_turns
 from manylora.serving.offline import Engine

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import run_all
 import typer
-
-from manylora.cli.app import app as cli
+from cli_runs import app as cli
 
 PROGRAM = "# from publishing import\nimport sys\nif __name__ == '__main__':\n    "
 WRITES = f"{PROGRAM}open(sys.argv[0] + '.args', 'w').write(' '.join(sys.argv[1:]))\n"

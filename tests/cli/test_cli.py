@@ -17,14 +17,14 @@ import pytest
 import typer
 import yaml
 from bad_adapters import tiny_base, write_good_adapter
-from cli_runs import Served, run_main, served
+from cli_runs import Served, app, run_main, served
 from rich.console import Console
 from typer.testing import CliRunner
 
 import manylora
 import manylora.cli
 import manylora.serving.server
-from manylora.cli.app import app, main
+from manylora.cli.app import main
 from manylora.cli.commands.demo import Answer, print_answers
 from manylora.core.config import AdapterConfig, EngineConfig, ServerConfig
 from manylora.core.errors import ConfigError

@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from cli_runs import app
 from sim_profiles import make_profile, sweep
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from manylora.cli.app import app
 from manylora.cli.commands.calibrate import _advice
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, SchedulerConfig
 from manylora.core.costs.step_log import LoadRecord, LogHeader, LogLine, StepRecord, write_step_log

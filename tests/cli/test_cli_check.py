@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 from bad_adapters import tiny_base, write_good_adapter
+from cli_runs import app
 from live_model import VOCAB_SIZE, write_model
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
-from manylora.cli.app import app
 from manylora.core.config import EngineConfig, MemoryConfig, ModelConfig, ServerConfig
 from manylora.execution.reference import GivenAnswer, Reference, compare
 from manylora.serving.server import BackgroundServer, LoraModule

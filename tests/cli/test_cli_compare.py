@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from cli_runs import app
 from typer.testing import CliRunner
 
-from manylora.cli.app import app, main
+from manylora.cli.app import main
 from manylora.cli.views.terminal import out
 from manylora.core.errors import ConfigError
 from manylora.core.scheduling import POLICIES

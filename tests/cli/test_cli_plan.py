@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from cli_runs import app
 from typer.testing import CliRunner
 
-from manylora.cli.app import app
 from manylora.core.errors import AdapterError, ConfigError
 from manylora.lab.planning.settings import Axis, adapters_in, read_axis, read_plan_settings, variants
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 import typer
+from cli_runs import app
 from options_page import options_page
 
 import manylora
-from manylora.cli.app import app
 from manylora.cli.options.vllm_flag_table import TRANSLATED, VLLM_FLAGS
 
 ROOT = Path(__file__).parents[2]

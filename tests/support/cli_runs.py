@@ -11,9 +11,11 @@ import pytest
 
 import manylora.cli.app
 import manylora.serving.server
-from manylora.cli.app import main
+from manylora.cli.app import main, make_app
 from manylora.core.config import EngineConfig, ServerConfig
 from manylora.serving.hosting.engine.startup import prestart_engine
+
+app = make_app()
 
 
 @dataclass

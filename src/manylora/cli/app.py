@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from platform import python_version
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -92,12 +92,6 @@ _OTHER_ENGINES = """
 """
 _NO_EARLY_ENGINE = frozenset(_OTHER_ENGINES.split())
 """Options of `serve` with which the first engine may differ, or there is none."""
-
-
-def __getattr__(name: str) -> Any:
-    if name == "app":
-        return make_app()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def show_version() -> None:

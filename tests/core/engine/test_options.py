@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import typer
-from cli_runs import Served, run_main, served
+from cli_runs import Served, app, run_main, served
 from harness import policy_context
 from test_plugins import SCENARIO
 
-from manylora.cli.app import app
 from manylora.cli.options.fields import PLUGINS, Flag, flags_of
 from manylora.core.config import (
     AdapterConfig,

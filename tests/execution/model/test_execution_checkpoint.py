@@ -6,11 +6,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from cli_runs import app
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 from typer.testing import CliRunner
 
-from manylora.cli.app import app
 from manylora.core.config import ModelConfig
 from manylora.core.errors import ConfigError
 from manylora.execution.checkpoint import files as checkpoint

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from cli_runs import app
 from reciter import engine_config
 from typer.testing import CliRunner
 
-from manylora.cli.app import app
 from manylora.core.config import ServerConfig
 from manylora.serving.server import BackgroundServer, LoraModule
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cli_runs import app
 from typer.testing import CliRunner
 
-from manylora.cli.app import app
 from manylora.core.errors import ConfigError
 from manylora.lab.costs.idle import times_on_idle_engine
 from manylora.lab.experiments.calculations import CALCULATIONS, is_clairvoyant
