@@ -21,13 +21,14 @@ from manylora.cli.commands.bench import save
 from manylora.cli.commands.functions import _nanoseconds
 from manylora.cli.options.adapter_folders import adapters_below, collect_adapters
 from manylora.cli.options.config_file import read_config_file
-from manylora.cli.options.values import command_line, parse_adapter, parse_size
+from manylora.cli.options.values import command_line, parse_adapter, parse_address, parse_size
 from manylora.cli.options.vllm import exposure_warning, near_names, spread_lists, take_out, with_vllm_environment
 from manylora.cli.options.vllm_flag_table import TRANSLATED, VLLM_FLAGS
 from manylora.cli.views.terminal import out, progress_bar
 from manylora.core.config import ServerConfig
 from manylora.core.errors import ConfigError
 from manylora.lab.measure.tables import FigureTable
+from manylora.serving.http.listening import bind
 
 
 @pytest.mark.parametrize(
@@ -333,6 +334,14 @@ def test_vllms_environment_is_read_or_refused() -> None:
     for server, value in ((plain, "1"), (allowed, "false")):
         with pytest.raises(ConfigError, match="--allowed-lora-path"):
             with_vllm_environment(server, {name: value})
+
+
+@pytest.mark.parametrize("host", ["..", 64 * "a"])
+def test_a_host_that_is_no_name_is_said(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"^Got host = '{re.escape(host)}', expected an address"):
+        bind(host, 0)
+    with pytest.raises(ConfigError, match=f"^Got URL = 'http://{re.escape(host)}:1', expected"):
+        parse_address(f"http://{host}:1")
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def parse_address(url: str) -> str:
     whole = url if "://" in url else f"http://{url}"
     try:
         parts = urlsplit(whole)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_address = parts.scheme in ("http", "https") and (parts.hostname or "").encode("idna") and parts.port != 0
     except ValueError:
         is_address = False
     if not is_address or not whole.isascii() or any(character.isspace() for character in whole):

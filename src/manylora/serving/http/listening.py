@@ -193,7 +193,7 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigError(f"Got host = {host!r}, expected an address to listen on: {error}") from error
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
