@@ -295,14 +295,16 @@ def test_a_home_directory_is_understood(served: list[Served], tmp_path: Path, mo
     assert call.engine.model.trust_remote_code
 
 
-def test_ctrl_c_while_modules_are_read_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("module", ["manylora.cli.app", "manylora.cli.commands.route"])
+def test_ctrl_c_while_modules_are_read_is_no_traceback(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted:
         def find_spec(self, name: str, *rest: object) -> None:
-            if name == "manylora.cli.app":
+            if name == module:
                 raise KeyboardInterrupt
 
-    monkeypatch.delitem(sys.modules, "manylora.cli.app")
+    monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    monkeypatch.setattr(sys, "argv", ["manylora", "route"])
     with pytest.raises(SystemExit) as left:
         manylora.cli.main()
     assert left.value.code == 130

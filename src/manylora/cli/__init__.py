@@ -18,9 +18,10 @@ def main() -> None:
     _prepare_streams()
     try:
         from manylora.cli.app import main as run
-    except KeyboardInterrupt:  # Ctrl-C during imports: no traceback
+
+        run()
+    except KeyboardInterrupt:  # Ctrl-C during imports, those of the command too: no traceback
         sys.exit(130)
-    run()
 
 
 def _prepare_streams() -> None:
