@@ -63,7 +63,7 @@ class TableReader:
             kind = table.get("kind")
             if kind is None:
                 raise ConfigError(f"{where}: no kind, expected one of {', '.join(sorted(kinds))}")
-            if kind not in kinds:
+            if kind not in list(kinds):  # it may be a list or table, which no mapping has
                 raise ConfigError(f"Got {where}.kind = {kind!r}, {nearest(str(kind), kinds)}")
             cls, known = kinds[kind], {"kind"}
         fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]

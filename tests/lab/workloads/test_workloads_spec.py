@@ -136,6 +136,7 @@ def test_traces_are_found_beside_the_file_or_in_a_given_folder(
     [
         ("rate = 8", "rat = 8", r"workload\.arrivals\.rat, which nothing reads: did you mean 'rate'"),
         ('kind = "poisson"', 'kind = "poison"', r"arrivals\.kind = 'poison', did you mean 'poisson'"),
+        ('kind = "poisson"', 'kind = ["poisson"]', r"arrivals\.kind = \['poisson'\], did you mean 'poisson'"),
         ('kind = "poisson"\n', "", r"workload\.arrivals: no kind, expected one of azure-functions-2019"),
         ("rate = 8", "", r"workload\.arrivals: no rate"),
         ("rate = 8", "rate = -8", r"workload\.arrivals: Got rate = -8\.0"),
