@@ -19,7 +19,7 @@ from msgspec import structs
 
 from manylora.core.config import ModelConfig, ServerConfig
 from manylora.core.errors import AdapterError, CapacityError, EngineDead, ManyloraError, ModelNotFound, RequestError
-from manylora.core.isolation.confine import Measure
+from manylora.core.isolation import Measure
 from manylora.core.types import Request
 from manylora.functions.decisions.billing import PLATFORM, PriceList
 from manylora.functions.decisions.offload import Held, Offload, choose_offload
@@ -919,6 +919,42 @@ def test_a_function_that_woke_as_it_was_put_to_sleep_ends(tmp_path: Path, monkey
         await settle()
         assert rig.engines["a"].is_stopped
         assert not rig.node._present
+
+    run(scenario)
+
+
+def test_a_base_that_is_to_be_loaded_has_a_zygote_as_large_as_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        rig = Rig(tmp_path, monkeypatch)
+        (tmp_path / "model.safetensors").write_bytes(b"seven b")
+        await rig.ask("a", "1")
+        assert rig.node.room.used_bytes == PROCESS_BYTES + 7
+        rig.node.hosts["other"] = cast(Any, SimpleNamespace(num_bytes=100, zygote_bytes=20))
+        rig.node.room.changed(None)
+        assert rig.node.room.used_bytes == PROCESS_BYTES + 27 + 120
+        del rig.node.hosts["other"]
+        assert rig.node.room.used_bytes == PROCESS_BYTES + 27  # also once it has left
+
+    run(scenario)
+
+
+def test_a_base_is_not_loaded_ahead_beyond_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have left for a function that runs, and is still to be held by the orders of the time before."""
+    loaded: list[str] = []
+
+    async def ready(host: BackboneHost) -> None:
+        loaded.append(host.name)
+
+    async def scenario() -> None:
+        rig = Rig(tmp_path, monkeypatch)
+        monkeypatch.setattr(BackboneHost, "ready", ready)
+        (tmp_path / "model.safetensors").write_bytes(b"seven b")
+        for num_bytes, found in ((6, []), (7, ["base"])):
+            rig.node.configure({}, None, NodeSpec(memory_bytes=num_bytes), ["libraries:base"])
+            await settle()
+            assert loaded == found
 
     run(scenario)
 

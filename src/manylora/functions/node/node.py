@@ -129,7 +129,9 @@ class FunctionNode:
         """Begin to load artefacts that are to be held and are not there; the last orders are the first with ``new``."""
         for name, host in self.hosts.items():
             if hold_name("libraries", name) in self._hold and host.state in ("absent", "loaded"):
-                self._begin(self._load(host))
+                more_bytes = 0 if host.num_bytes else self.room.bytes_of_base(host)
+                if self.room.used_bytes + more_bytes <= self.room.num_bytes:  # else it has left for others
+                    self._begin(self._load(host))
         num_waking = sum(one.phase is FunctionPhase.WAKING for one in self._present)
         is_kept = self._spec.keep_alive_s is not None or not self._lets_go(asyncio.get_running_loop().time())
         folders = []

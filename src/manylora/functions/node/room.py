@@ -34,6 +34,7 @@ class NodeRoom:
     present: Collection[FunctionInstance]
     # The least that a process took, once one was read: what others need is no matter of the largest one.
     _usual_bytes: int | None = None
+    _zygote_bytes: int = 0  # the most that a zygote took
     _reserved: dict[FunctionInstance, None] = field(default_factory=dict)  # functions that memory is reserved for
     _making_room: asyncio.Lock = field(default_factory=asyncio.Lock)
     _has_changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -42,11 +43,12 @@ class NodeRoom:
     def used_bytes(self) -> int:
         """Memory of backbones, zygotes and functions that are awake or waking."""
         needed = {one.host.name for one in self._reserved}
-        bases = sum(
-            host.num_bytes + host.zygote_bytes or (host.expected_bytes if name in needed else 0)
-            for name, host in self.hosts.items()
-        )
-        return bases + sum(map(self.bytes_of, self._reserved))
+        here = [host for name, host in self.hosts.items() if host.num_bytes or name in needed]
+        return sum(map(self.bytes_of_base, here)) + sum(map(self.bytes_of, self._reserved))
+
+    def bytes_of_base(self, host: BackboneHost) -> int:
+        """Return the memory of a backbone and its zygote, or what they are expected to take: zygotes are much alike."""
+        return (host.num_bytes or host.expected_bytes) + (host.zygote_bytes or self._zygote_bytes)
 
     def bytes_of(self, instance: FunctionInstance) -> int:
         """Return the memory that a process takes, or is expected to; at least its full pool and its adapter."""
@@ -69,6 +71,7 @@ class NodeRoom:
         """Let the functions that wait for memory look again, after something on the node ended or is no longer used."""
         if instance is not None and not instance.phase.has_process:
             self._reserved.pop(instance, None)
+        self._zygote_bytes = max([self._zygote_bytes, *(one.zygote_bytes for one in self.hosts.values())])
         self._has_changed.set()
 
     async def reserve(self, instance: FunctionInstance) -> None:
@@ -77,7 +80,7 @@ class NodeRoom:
         ``CapacityError`` if all memory is in use, and none came free; or it needs more than there is.
         """
         host = instance.host
-        base = host.num_bytes + host.zygote_bytes or host.expected_bytes
+        base = self.bytes_of_base(host)
         if (
             self.bytes_of(instance) + base > self.num_bytes
         ):  # by the memory that processes took before, which may be less
