@@ -29,6 +29,7 @@ from live_executor import (
 from msgspec import structs
 from safetensors.torch import load_file, save_file
 
+from manylora.core.costs.arriving import WaitBudget
 from manylora.core.plan import ARRIVING, AdapterLoad, LoadResult, PlannedSequence, PromptRows, StepPlan, StepResult
 from manylora.core.ports import EngineParts
 from manylora.core.types import AdapterVersion, SamplingParams, Tier
@@ -306,16 +307,16 @@ def test_a_step_goes_on_without_the_sequences_of_an_adapter_that_is_late(
 
 @pytest.mark.parametrize("others", [[1], [1, 2]])
 def test_a_step_planned_behind_one_that_left_out_all_of_an_adapter_neither_has_it_nor_waits_for_it(
-    others: list[int], parts: EngineParts, versions: Versions, link: GatedLink
+    others: list[int], parts: EngineParts, versions: Versions, link: GatedLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = versions
     executor = executor_of(parts)
-    executor._step_wait_s = 0.0
+    patience = iter((0.0, math.inf))  # of the two steps
+    monkeypatch.setattr("manylora.execution.executor.WaitBudget", lambda wait_s: WaitBudget(next(patience)))
     loaded = start(one, Tier.DEVICE, parts)
     executor._arriving[one.key]._views.result()
     plan = [batch(one, two)[place] for place in (0, *others)]
     step = Launched(parts, plan)
-    executor._step_wait_s = math.inf
     ahead = [structs.replace(part, start=len(part.tokens), num_tokens=1, awaits_token=True) for part in plan]
     after = executor.launch(StepPlan(step_id=2, sequences=tuple(ahead)), 0.0)
     assert step.result().late == {0}
