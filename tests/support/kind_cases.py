@@ -86,7 +86,8 @@ def make_kinds(architecture: str, model_path: Path, path: Path) -> dict[str, Pat
                 _draw(name, parameter, kind)
             if kind == "adalora":
                 _mask(tuned)
-            with_copies = kind == "tokens-ends" or (kind == "tokens" and architecture in ("gemma2", "gpt2"))
+            # PEFT takes the copies for the base's, also where that was rounded since.
+            with_copies = (kind, architecture) in (("tokens-ends", "llama"), ("tokens", "gemma2"), ("tokens", "gpt2"))
             tuned.save_pretrained(path / kind, save_embedding_layers=with_copies)
         if kind == "float8":
             file = path / kind / "adapter_model.safetensors"

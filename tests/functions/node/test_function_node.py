@@ -19,7 +19,7 @@ from msgspec import structs
 
 from manylora.core.config import ModelConfig, ServerConfig
 from manylora.core.errors import AdapterError, CapacityError, EngineDead, ManyloraError, ModelNotFound, RequestError
-from manylora.core.isolation import Measure
+from manylora.core.isolation.confine import Measure
 from manylora.core.types import Request
 from manylora.functions.decisions.billing import PLATFORM, PriceList
 from manylora.functions.decisions.offload import Held, Offload, choose_offload
