@@ -75,7 +75,7 @@ def dims_from_config(config: Mapping[str, object], *, name: str = "") -> ModelDi
         tie_embeddings=says_tied[0] is True if says_tied else kind.startswith(TIED),
         has_attention_bias=fields.get("attention_bias") is True or kind in ("qwen2", "qwen2_moe"),
         dtype=dtype,
-        # Experts are widened as they are read (``checkpoint.merged``), and nearly all weights of a mixture are theirs.
+        # Experts are widened as they are read (``checkpoint.matched``), and nearly all weights of a mixture are theirs.
         weight_bits=None
         if experts
         else _weight_bits(fields.get("quantization_config") or config.get("quantization_config")),

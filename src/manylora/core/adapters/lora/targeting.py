@@ -20,13 +20,10 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from manylora.core.adapters.lora.settings import LoraSettings
 from manylora.core.errors import AdapterError
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Budget", "Names", "Pattern", "PatternError", "Targeting", "is_plain"]
 
