@@ -92,8 +92,9 @@ class Child:
             await process.communicate(msgspec.json.encode(self._setup))
             if self._is_stopping:
                 return
-            has_worked = has_worked or now() - since >= RESTARTS.healthy_after_s
-            deaths = 1 if now() - since >= RESTARTS.healthy_after_s else deaths + 1
+            worked = now() - since >= RESTARTS.healthy_after_s
+            has_worked = has_worked or worked
+            deaths = 1 if worked else deaths + 1
             logger.error("process_ended module=%s code=%s in_a_row=%d", self._module, process.returncode, deaths)
             is_hopeless = deaths >= RESTARTS.max_deaths or process.returncode == 2  # 2: its configuration is wrong
             if is_hopeless and not (self._is_optional and has_worked):
