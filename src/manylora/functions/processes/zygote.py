@@ -145,7 +145,7 @@ class Zygote:
         fork = Fork(number=function.number, engine=engine, place=place, asked_at=asked_at)
         self._functions[function.number] = function
         try:
-            while not self._has_sent(fork, connection.fileno(), log):  # a hundred forks fill the socket
+            while not self._try_send(fork, connection.fileno(), log):  # a hundred forks fill the socket
                 await asyncio.sleep(FULL_S)
                 if function.exited.done():
                     raise EngineDead("The zygote has ended.")
@@ -162,7 +162,7 @@ class Zygote:
                 signal.pidfd_send_signal(function.process, signal.SIGKILL)
         elif not function.exited.done():
             with contextlib.suppress(EngineDead):  # it ended with the zygote
-                self._has_sent(Kill(function.number))  # else it ends with its socket
+                self._try_send(Kill(function.number))  # else it ends with its socket
 
     async def stop(self) -> None:
         """End the zygote, and with it its functions."""
@@ -205,8 +205,8 @@ class Zygote:
         self._warm = loop.create_future()
         loop.add_reader(here.fileno(), self._receive)
 
-    def _has_sent(self, message: ToZygote, *descriptors: int) -> bool:
-        """Send a message, and return whether there was room for it."""
+    def _try_send(self, message: ToZygote, *descriptors: int) -> bool:
+        """Send a message if there is room for it; return whether there was."""
         packet = msgspec.msgpack.encode(message)
         if len(packet) > MAX_PACKET_BYTES:
             raise ConfigError(f"Got a function whose description has {len(packet)} bytes, at most {MAX_PACKET_BYTES}")
